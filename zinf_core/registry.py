@@ -1,0 +1,93 @@
+"""Registry: opens a tier by URL, from whichever installed package offers its scheme.
+
+A package offers a tier with an entry point in the group ``zinf.tiers`` whose name is the URL scheme
+and whose object is a TierFactory. Nothing is imported before its scheme is asked for.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Final, Protocol
+
+from zinf_core.errors import ConfigError
+from zinf_core.tier import Tier
+
+TIER_GROUP: Final = "zinf.tiers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierUrl:
+    """A tier's address, taken apart: ``nvme:///scratch/zinf?queue_depth=8``."""
+
+    scheme: str
+    path: str = ""
+    """Everything between ``://`` and the query; for local tiers a folder, percent-decoded."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The query; a factory refuses options it does not know."""
+
+    @classmethod
+    def parse(cls, url: str) -> TierUrl:
+        """Return the parts of `url`. Raises ConfigError without a scheme or for a repeated option."""
+        scheme, separator, rest = url.partition("://")
+        if not separator or not scheme:
+            raise ConfigError(f"tier {url!r} is not of the form scheme://path?option=value")
+        path, _, query = rest.partition("?")
+        pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
+        options = dict(pairs)
+        if len(options) != len(pairs):
+            raise ConfigError(f"tier {url!r} sets an option twice")
+        return cls(scheme=scheme, path=urllib.parse.unquote(path), options=options)
+
+    def refuse_unknown(self, known: frozenset[str]) -> None:
+        """Raise ConfigError if an option is not one of `known`. For use by factories."""
+        unknown = sorted(set(self.options) - known)
+        if unknown:
+            valid = ", ".join(sorted(known)) or "none"
+            raise ConfigError(f"{self.scheme}: unknown option {unknown[0]!r}; valid: {valid}")
+
+
+class TierFactory(Protocol):
+    """What an entry point of the group ``zinf.tiers`` names."""
+
+    def __call__(self, url: TierUrl, *, capacity_nbytes: int | None) -> Tier:
+        """Open the tier at `url`, of at most `capacity_nbytes` bytes (None: no limit of ours).
+
+        The caller closes it. Raises ConfigError for a path or option the tier cannot use.
+        """
+        ...
+
+
+def tier_schemes() -> tuple[str, ...]:
+    """Return the URL schemes that installed packages offer, sorted. Imports none of them."""
+    return tuple(sorted({entry.name for entry in metadata.entry_points(group=TIER_GROUP)}))
+
+
+def open_tier(url: str, *, capacity_nbytes: int | None = None) -> Tier:
+    """Return an open tier for `url`; the caller closes it. May block on the device.
+
+    Raises ConfigError if no installed package offers the scheme, if several do, or if the one that
+    does cannot be imported; and whatever its factory raises.
+    """
+    parsed = TierUrl.parse(url)
+    return _load_factory(parsed.scheme)(parsed, capacity_nbytes=capacity_nbytes)
+
+
+def _load_factory(scheme: str) -> TierFactory:
+    """Import the one factory registered for `scheme`."""
+    entries = tuple(metadata.entry_points(group=TIER_GROUP, name=scheme))
+    if not entries:
+        known = ", ".join(tier_schemes()) or "none"
+        raise ConfigError(f"no installed package offers {scheme}:// tiers; available: {known}")
+    if len(entries) > 1:
+        places = ", ".join(entry.value for entry in entries)
+        raise ConfigError(
+            f"{scheme}:// is offered more than once ({places}); uninstall all but one"
+        )
+    try:
+        factory: TierFactory = entries[0].load()
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(f"{scheme}:// cannot be used: {entries[0].value}: {exc}") from exc
+    return factory

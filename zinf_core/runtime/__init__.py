@@ -1,0 +1,1 @@
+"""Effects: acts on what `zinf_core.policy` returns and chooses nothing itself."""

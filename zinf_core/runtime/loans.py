@@ -1,0 +1,134 @@
+"""Loans: working memory for whole states outside compute, as the optimizer step needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from zinf_core.buffers import Buffer
+from zinf_core.capabilities import MemorySpace
+from zinf_core.errors import InternalError, ZinfError
+from zinf_core.runtime.page import Page
+from zinf_core.runtime.pager import Pager
+from zinf_core.runtime.pool import Lease
+from zinf_core.runtime.residency import Residency
+from zinf_core.runtime.transfers import Transfer
+from zinf_core.tier import SupportsMap
+
+_HOST_SPACES = frozenset({MemorySpace.HOST, MemorySpace.HOST_PINNED})
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """Host memory with the bytes of a page, to be given back with `LoanDesk.give_back`."""
+
+    page: Page
+    buffer: Buffer
+    lease: Lease | None
+    """Held when the bytes are a copy; None when `buffer` is the page's own memory."""
+    transfer: Transfer | None
+    """Read in flight into `buffer`."""
+    pinned: bool
+    returned: bool = False
+
+
+class LoanDesk:
+    """Lends pages to code that works on the host, in place where their memory is the host's."""
+
+    def __init__(self, pager: Pager) -> None:
+        """Lend pages of `pager`."""
+        self._pager = pager
+
+    def borrow(self, page: Page, *, read: bool = True) -> Loan:
+        """Return a loan of the page's current bytes; wait for it with `wait` before use.
+
+        With `read=False` the contents are unspecified: the borrower writes all of them. In place
+        if the page is resident in host memory or its home is; else a lease of host memory, for
+        which this may block. Raises BudgetExceededError, or what submitting the read raises.
+        """
+        pager = self._pager
+        with pager.lock:
+            pager.settle_page(page)
+            if page.view is not None or page.mapped:
+                return self._lend_resident(page, read=read)
+            tier = pager.tiers[page.home]
+            if isinstance(tier, SupportsMap) and tier.capabilities.memory_spaces & _HOST_SPACES:
+                return Loan(page, tier.map(page.key), None, None, pinned=False)
+            lease = pager.lease_host(page.nbytes)
+            loan = Loan(page, lease.buffer, lease, None, pinned=False)
+            if read:
+                try:
+                    loan.transfer = pager.submit_read(page, lease.buffer, lambda _error: None)
+                except BaseException:
+                    lease.release()
+                    raise
+            return loan
+
+    def wait(self, loan: Loan) -> None:
+        """Block until the loan's bytes are there. Raises what the read failed with."""
+        if loan.transfer is not None:
+            self._pager.wait(loan.transfer)
+            loan.transfer = None
+
+    def give_back(self, loan: Loan, *, written: bool) -> None:
+        """Return a loan; written bytes become the page's. Does not block on the write.
+
+        Any array or tensor over the loan's buffer must be gone, or its bytes stay counted. A
+        second call for the same loan does nothing.
+        """
+        pager = self._pager
+        with pager.lock:
+            if loan.returned:
+                return
+            self._drain(loan)
+            loan.returned = True
+            if loan.pinned:
+                pager.unpin(loan.page)
+                if written:
+                    pager.mark_dirty(loan.page)
+            elif loan.lease is None:
+                loan.page.stored = loan.page.stored or written
+            elif written:
+                if loan.page.residency is not Residency.ABSENT:
+                    raise InternalError(f"{loan.page.key} was fetched while it was lent out")
+                pager.write_home(loan.page, loan.lease)
+            else:
+                loan.lease.release()
+
+    @contextmanager
+    def lent(self, page: Page, *, read: bool = True, write: bool = False) -> Iterator[Buffer]:
+        """Borrow for the duration of a block; blocks until the bytes are there.
+
+        With `write`, the buffer becomes the page's bytes unless the block raises.
+        """
+        loan = self.borrow(page, read=read)
+        written = False
+        try:
+            self.wait(loan)
+            yield loan.buffer
+            written = write
+        finally:
+            self.give_back(loan, written=written)
+
+    def _drain(self, loan: Loan) -> None:
+        """Have no read in flight into the loan's memory, whatever became of it."""
+        transfer, loan.transfer = loan.transfer, None
+        if transfer is not None and not transfer.finished:
+            with suppress(ZinfError):  # whoever needed the bytes waits for them and sees it
+                self._pager.wait(transfer)
+
+    def _lend_resident(self, page: Page, *, read: bool) -> Loan:
+        if page.view is None and not read:
+            self._pager.create(page)
+        self._pager.pin(page)
+        buffer = page.lease.buffer if page.lease is not None else self._mapped(page)
+        if buffer.space not in _HOST_SPACES:
+            raise InternalError(f"{page.key} is resident in {buffer.space.value} memory")
+        return Loan(page, buffer, None, None, pinned=True)
+
+    def _mapped(self, page: Page) -> Buffer:
+        tier = self._pager.tiers[page.home]
+        if not isinstance(tier, SupportsMap):
+            raise InternalError(f"tier {page.home} is the device and cannot map its keys")
+        return tier.map(page.key)

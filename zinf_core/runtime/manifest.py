@@ -1,0 +1,341 @@
+"""Manifest: what is stored where, as of one commit.
+
+On disk: a header (magic, version, body length), a msgpack body, and a BLAKE2b digest of both. A
+manifest is believed only after its digest, its types and all its numbers were checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgpack
+
+from zinf_core.errors import CorruptDataError
+from zinf_core.keys import TensorKey
+from zinf_core.units import PAGE_NBYTES, GiB
+
+MANIFEST_VERSION: Final = 1
+"""Layout written by this module; larger numbers are refused."""
+
+_MAGIC: Final = b"zinf-mf\n"
+_HEADER: Final = struct.Struct("<8sIQ")
+_DIGEST_NBYTES: Final = 16
+_MAX_NBYTES: Final = 1 << 62
+_MAX_BLOCK_NBYTES: Final = GiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Region:
+    """A page-aligned byte range of one segment file; an extent is one of them, rarely several."""
+
+    segment: int
+    """Number of the segment."""
+    offset: int
+    """First byte within the segment file."""
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """First byte behind the range."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestSegment:
+    """One segment file."""
+
+    number: int
+    name: str
+    """File name inside the folder of the manifest; never a path."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestEntry:
+    """One key and where its bytes lie."""
+
+    key: TensorKey
+    nbytes: int
+    """Logical bytes."""
+    block_nbytes: int
+    """Logical bytes covered by each checksum; the last block may be shorter."""
+    regions: tuple[Region, ...]
+    """End to end they hold the bytes, rounded up to pages."""
+    checksums: tuple[int | None, ...]
+    """xxh3-64 of each block; None for a block never written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything a tier held at one commit."""
+
+    generation: int
+    """Number of the commit, from 1."""
+    segments: tuple[ManifestSegment, ...]
+    entries: tuple[ManifestEntry, ...]
+
+
+class FileCalls(Protocol):
+    """The system calls an atomic write makes, so that tests can fail each of them."""
+
+    @property
+    def open(self) -> Callable[..., int]:
+        """As `os.open`."""
+        ...
+
+    @property
+    def write(self) -> Callable[..., int]:
+        """As `os.write`."""
+        ...
+
+    @property
+    def fsync(self) -> Callable[..., None]:
+        """As `os.fsync`."""
+        ...
+
+    @property
+    def replace(self) -> Callable[..., None]:
+        """As `os.replace`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemFileCalls:
+    """The real calls."""
+
+    open: Callable[..., int] = os.open
+    write: Callable[..., int] = os.write
+    fsync: Callable[..., None] = os.fsync
+    replace: Callable[..., None] = os.replace
+
+
+def write_atomically(path: Path, data: bytes, *, calls: FileCalls | None = None) -> None:
+    """Make `data` the durable content of `path`; after a crash it is the old or the new content.
+
+    Blocks. Raises OSError; `path` then has its old content, or durably or not the new one if
+    only the last sync failed.
+    """
+    publish(stage(path, data, calls=calls), path, calls=calls)
+
+
+def stage(path: Path, data: bytes, *, calls: FileCalls | None = None) -> Path:
+    """Write `data` durably to a file beside `path` and return that file's path. Blocks.
+
+    Raises OSError; `path` is never touched.
+    """
+    calls = calls or SystemFileCalls()
+    beside = path.with_name(path.name + ".tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = calls.open(beside, flags, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[calls.write(fd, rest) :]
+        calls.fsync(fd)
+    finally:
+        os.close(fd)
+    return beside
+
+
+def publish(staged: Path, path: Path, *, calls: FileCalls | None = None) -> None:
+    """Put a staged file in the place of `path` and sync the folder. Blocks.
+
+    Raises OSError; it is then unknown which of the two contents a crash would leave.
+    """
+    calls = calls or SystemFileCalls()
+    calls.replace(staged, path)
+    sync_folder(path.parent, calls=calls)
+
+
+def sync_folder(folder: Path, *, calls: FileCalls | None = None) -> None:
+    """Make names created and replaced in `folder` durable. Blocks. Raises OSError."""
+    calls = calls or SystemFileCalls()
+    fd = calls.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        calls.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def serialize(manifest: Manifest) -> bytes:
+    """Return the bytes of `manifest`. Pure."""
+    body = {
+        "generation": manifest.generation,
+        "segments": [[s.number, s.name, s.nbytes] for s in manifest.segments],
+        "entries": [_packed_entry(entry) for entry in manifest.entries],
+    }
+    packed: bytes = msgpack.packb(body, unicode_errors="surrogatepass")
+    framed = _HEADER.pack(_MAGIC, MANIFEST_VERSION, len(packed)) + packed
+    return framed + _digest(framed)
+
+
+def parse(data: bytes, *, path: str) -> Manifest:
+    """Return the manifest in `data`. Pure; `path` names the file in messages.
+
+    Raises CorruptDataError if anything about it is not what `serialize` writes: length, digest,
+    version, types, numbers out of range, extents that overlap or leave their segment.
+    """
+    try:
+        manifest = _decode(_checked_body(data))
+        _check_segments(manifest.segments)
+        _check_entries(manifest)
+    except ValueError as exc:
+        raise CorruptDataError(
+            f"manifest {path}: {exc}; restore the file from a copy, or remove the folder to start "
+            "empty"
+        ) from exc
+    return manifest
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_NBYTES).digest()
+
+
+def _packed_entry(entry: ManifestEntry) -> list[object]:
+    key = entry.key
+    return [
+        [key.name, key.kind_value, key.part],
+        entry.nbytes,
+        entry.block_nbytes,
+        [[region.segment, region.offset, region.nbytes] for region in entry.regions],
+        list(entry.checksums),
+    ]
+
+
+def _checked_body(data: bytes) -> memoryview:
+    view = memoryview(data)
+    if len(view) < _HEADER.size + _DIGEST_NBYTES:
+        raise ValueError(f"only {len(view)} bytes long")
+    magic, version, body_nbytes = _HEADER.unpack_from(view)
+    if magic != _MAGIC:
+        raise ValueError("does not begin like a zinf manifest")
+    if version > MANIFEST_VERSION or version < 1:
+        raise ValueError(
+            f"has version {version}, this release reads up to {MANIFEST_VERSION}; a newer release "
+            "wrote it"
+        )
+    end = len(view) - _DIGEST_NBYTES
+    if body_nbytes != end - _HEADER.size:
+        raise ValueError(f"announces {body_nbytes} bytes and holds {end - _HEADER.size}")
+    if _digest(view[:end]) != view[end:]:
+        raise ValueError("fails its checksum")
+    return view[_HEADER.size : end]
+
+
+def _decode(body: memoryview) -> Manifest:
+    # Counts larger than the body are refused by msgpack before it allocates anything.
+    raw = msgpack.unpackb(body, unicode_errors="surrogatepass", strict_map_key=True)
+    if not isinstance(raw, dict) or set(raw) != {"generation", "segments", "entries"}:
+        raise ValueError("has other fields than generation, segments and entries")
+    return Manifest(
+        generation=_number(raw["generation"], "generation", low=1),
+        segments=tuple(_decoded_segment(item) for item in _sequence(raw["segments"], "segments")),
+        entries=tuple(_decoded_entry(item) for item in _sequence(raw["entries"], "entries")),
+    )
+
+
+def _decoded_segment(item: object) -> ManifestSegment:
+    number, name, nbytes = _sequence(item, "segment", length=3)
+    return ManifestSegment(
+        number=_number(number, "segment number"),
+        name=_text(name, "segment name"),
+        nbytes=_number(nbytes, "segment size"),
+    )
+
+
+def _decoded_entry(item: object) -> ManifestEntry:
+    raw_key, nbytes, block_nbytes, raw_regions, raw_checksums = _sequence(item, "entry", length=5)
+    name, kind_value, part = (_text(x, "key") for x in _sequence(raw_key, "key", length=3))
+    return ManifestEntry(
+        key=TensorKey(name, kind_value, part),
+        nbytes=_number(nbytes, "key size"),
+        block_nbytes=_number(block_nbytes, "block size", low=1, high=_MAX_BLOCK_NBYTES),
+        regions=tuple(_decoded_region(raw) for raw in _sequence(raw_regions, "extent list")),
+        checksums=tuple(
+            None if raw is None else _number(raw, "checksum", high=(1 << 64) - 1)
+            for raw in _sequence(raw_checksums, "checksum list")
+        ),
+    )
+
+
+def _decoded_region(item: object) -> Region:
+    segment, offset, nbytes = _sequence(item, "extent", length=3)
+    return Region(
+        segment=_number(segment, "extent segment"),
+        offset=_number(offset, "extent offset"),
+        nbytes=_number(nbytes, "extent size", low=1),
+    )
+
+
+def _number(value: object, what: str, *, low: int = 0, high: int = _MAX_NBYTES) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{what} is {type(value).__name__}, not a number")
+    if not low <= value <= high:
+        raise ValueError(f"{what} {value} is not within {low} to {high}")
+    return value
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {type(value).__name__}, not text")  # noqa: TRY004
+    return value
+
+
+def _sequence(value: Any, what: str, *, length: int | None = None) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{what} is {type(value).__name__}, not a list")  # noqa: TRY004
+    if length is not None and len(value) != length:
+        raise ValueError(f"{what} has {len(value)} fields instead of {length}")
+    return value
+
+
+def _check_segments(segments: tuple[ManifestSegment, ...]) -> None:
+    for segment in segments:
+        name = segment.name
+        if not name or name in {".", ".."} or "/" in name or "\\" in name or "\0" in name:
+            raise ValueError(f"segment name {name!r} is not a plain file name")
+        if segment.nbytes % PAGE_NBYTES:
+            raise ValueError(f"segment {name} of {segment.nbytes} bytes is not whole pages")
+    for what in ({s.number for s in segments}, {s.name for s in segments}):
+        if len(what) != len(segments):
+            raise ValueError("names a segment twice")
+
+
+def _check_entries(manifest: Manifest) -> None:
+    sizes = {segment.number: segment.nbytes for segment in manifest.segments}
+    for entry in manifest.entries:
+        _check_entry(entry, sizes)
+    if len({entry.key for entry in manifest.entries}) != len(manifest.entries):
+        raise ValueError("names a key twice")
+    regions = sorted(region for entry in manifest.entries for region in entry.regions)
+    for before, after in pairwise(regions):
+        if before.segment == after.segment and before.end > after.offset:
+            raise ValueError(f"extents overlap at byte {after.offset} of segment {after.segment}")
+
+
+def _check_entry(entry: ManifestEntry, sizes: dict[int, int]) -> None:
+    for region in entry.regions:
+        if region.offset % PAGE_NBYTES or region.nbytes % PAGE_NBYTES:
+            raise ValueError(f"extent of {entry.key} at byte {region.offset} is not whole pages")
+        if region.end > sizes.get(region.segment, 0):
+            raise ValueError(
+                f"extent of {entry.key} ends at byte {region.end} of segment {region.segment}, "
+                f"which has {sizes.get(region.segment, 0)}"
+            )
+    if entry.block_nbytes % PAGE_NBYTES:
+        raise ValueError(f"block size {entry.block_nbytes} of {entry.key} is not whole pages")
+    stored = sum(region.nbytes for region in entry.regions)
+    if stored != -(-entry.nbytes // PAGE_NBYTES) * PAGE_NBYTES:
+        raise ValueError(f"extents of {entry.key} hold {stored} bytes for {entry.nbytes}")
+    num_blocks = -(-entry.nbytes // entry.block_nbytes)
+    if len(entry.checksums) != num_blocks:
+        raise ValueError(
+            f"{entry.key} has {len(entry.checksums)} checksums for {num_blocks} blocks"
+        )

@@ -1,0 +1,126 @@
+"""TierSuite: subclass it, say how to open your tier, and pytest checks every law on it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zinf_core.buffers import Buffer
+from zinf_core.keys import TensorKey
+from zinf_core.testing import laws_bytes, laws_state, laws_transfers
+from zinf_core.testing.bench import Bench
+from zinf_core.testing.buffers import host_buffer
+from zinf_core.testing.faulty import Operation
+from zinf_core.tier import Tier
+
+
+class TierSuite(ABC):
+    """The laws of `zinf_core.tier`, as tests. In a test file of yours::
+
+        class TestMyTier(TierSuite):
+            def open_tier(self, folder):
+                return MyTier(folder, budget_nbytes=16 << 20)
+
+    Give the tier room for 16 MiB and a name of its own. `peek` and `poke` are back doors: they
+    look at what is stored, and change it, without the tier's transfers, so that a wrong write and
+    a wrong read cannot agree with each other. `fail_next` lets laws 9 and 10 be tested. Checks
+    whose hook is missing are skipped, so read the list of skipped tests once.
+
+    A tier may break no law on purpose. If yours cannot keep one, override that test with one that
+    says what happens instead, and tell the users of the tier.
+    """
+
+    timeout_s: float = 30.0
+    """Seconds after which a wait counts as stuck."""
+
+    @abstractmethod
+    def open_tier(self, folder: Path) -> Tier:
+        """Return a newly opened tier. It may keep files in `folder`, which exists."""
+
+    def reopen(self, tier: Tier, folder: Path) -> Tier:
+        """Close `tier` and return one that finds what was flushed; used if it is persistent."""
+        tier.close()
+        return self.open_tier(folder)
+
+    def close(self, tier: Tier) -> None:
+        """Close `tier`, and whatever `open_tier` made for it."""
+        tier.close()
+
+    def make_buffer(self, nbytes: int) -> Buffer:
+        """Return a buffer of `nbytes` (>= 0); page-aligned host memory unless overridden."""
+        return host_buffer(nbytes)
+
+    def fill(self, buffer: Buffer, data: bytes) -> None:
+        """Make the buffer's bytes `data`; override for memory numpy cannot reach."""
+        buffer.array[:] = np.frombuffer(data, np.uint8)
+
+    def contents(self, buffer: Buffer) -> bytes:
+        """Return the buffer's bytes; override for memory numpy cannot reach."""
+        return bytes(buffer.array.tobytes())
+
+    def peek(self, tier: Tier, key: TensorKey) -> bytes | None:
+        """Return what is stored under `key` after a flush, not using `read_into`."""
+        return None
+
+    def poke(self, tier: Tier, key: TensorKey, data: bytes) -> bool:
+        """Replace what is stored under `key` by `data`, of its length, not using `write_from`."""
+        return False
+
+    def fail_next(self, tier: Tier, operation: Operation) -> bool:
+        """Make the environment fail the next READ or WRITE of `tier`, once."""
+        return False
+
+    @pytest.fixture
+    def bench(self, tmp_path: Path) -> Iterator[Bench]:
+        """Open a tier in a folder of its own; close it after the test."""
+        folder = tmp_path / "tier"
+        folder.mkdir()
+        bench = Bench(self, folder)
+        yield bench
+        bench.close()
+
+    test_law_01_written_is_read = staticmethod(laws_bytes.written_is_read)
+    test_law_01_written_is_stored = staticmethod(laws_bytes.written_is_stored)
+    test_law_01_stored_is_read = staticmethod(laws_bytes.stored_is_read)
+    test_law_02_keys_are_apart = staticmethod(laws_bytes.keys_are_apart)
+    test_law_02_look_alikes_are_apart = staticmethod(laws_bytes.look_alikes_are_apart)
+    test_law_03_reads_are_exact = staticmethod(laws_bytes.reads_are_exact)
+    test_law_03_writes_are_exact = staticmethod(laws_bytes.writes_are_exact)
+    test_law_03_side_by_side = staticmethod(laws_bytes.writes_side_by_side_are_exact)
+    test_law_04_a_write_is_seen = staticmethod(laws_bytes.a_write_is_seen)
+    test_law_05_reads_are_whole = staticmethod(laws_bytes.reads_are_whole)
+    test_law_05_many_in_flight = staticmethod(laws_bytes.many_in_flight_are_whole)
+    test_law_06_done_means_done = staticmethod(laws_transfers.done_means_done)
+    test_law_06_source_is_free = staticmethod(laws_transfers.source_is_free_after_wait)
+    test_law_06_destination_is_free = staticmethod(laws_transfers.destination_is_free_after_wait)
+    test_law_06_no_reference_is_kept = staticmethod(laws_transfers.no_reference_is_kept)
+    test_law_06_transfers_stay_inside = staticmethod(laws_transfers.transfers_stay_inside)
+    test_law_07_usage_is_the_sum = staticmethod(laws_state.usage_is_the_sum)
+    test_law_07_room_is_used_again = staticmethod(laws_state.discarded_room_is_used_again)
+    test_law_08_failed_reserve = staticmethod(laws_state.a_failed_reserve_changes_nothing)
+    test_law_09_failed_write = staticmethod(laws_transfers.a_failed_write_is_noticed)
+    test_law_10_failures_come_from_wait = staticmethod(laws_transfers.failures_come_from_wait)
+    test_law_10_bad_ranges = staticmethod(laws_transfers.bad_ranges_raise)
+    test_law_10_misalignment = staticmethod(laws_transfers.misalignment_raises)
+    test_law_10_bad_buffers = staticmethod(laws_transfers.bad_buffers_raise)
+    test_law_11_absent_keys = staticmethod(laws_state.absent_keys_raise)
+    test_law_12_close_settles = staticmethod(laws_state.close_settles_everything)
+    test_law_12_closed_tiers_refuse = staticmethod(laws_state.closed_tiers_refuse)
+    test_law_12_close_releases = staticmethod(laws_state.close_releases_everything)
+    test_law_13_threads = staticmethod(laws_transfers.threads_do_not_disturb)
+    test_law_13_another_thread_may_wait = staticmethod(laws_transfers.another_thread_may_wait)
+    test_law_14_reopening = staticmethod(laws_state.reopening_destroys_nothing)
+    test_law_14_without_flush = staticmethod(
+        laws_state.reopening_without_flush_keeps_what_was_flushed
+    )
+    test_discard_spares_transfers = staticmethod(laws_state.discard_leaves_transfers_alone)
+    test_discard_ends_late_writes = staticmethod(
+        laws_state.a_late_write_does_not_reach_the_next_key
+    )
+    test_keys_is_a_snapshot = staticmethod(laws_state.keys_is_a_snapshot)
+    test_capabilities_are_sane = staticmethod(laws_state.capabilities_are_sane)
+    test_map_is_the_key = staticmethod(laws_state.map_is_the_key)

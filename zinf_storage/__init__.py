@@ -1,0 +1,1 @@
+"""Storage tiers of zinf: host memory and NVMe. Knows no tensor framework."""

@@ -1,0 +1,94 @@
+"""Blocks: how a transfer is cut into requests, and where each lies in the files. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zinf_core.errors import InternalError
+from zinf_core.runtime.manifest import Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One checksummed piece of a key, and the part of it that a transfer covers."""
+
+    index: int
+    start: int
+    """First logical byte."""
+    end: int
+    """Logical byte behind the last."""
+    low: int
+    """First byte covered by the transfer."""
+    high: int
+    """Byte behind the last covered one; equal to `low` if none is."""
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the transfer covers all of the block."""
+        return self.low == self.start and self.high == self.end
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the transfer covers nothing of the block."""
+        return self.low >= self.high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A run of bytes that is contiguous in the key and in one segment file."""
+
+    segment: int
+    file_offset: int
+    view_offset: int
+    """Where it lies in the memory of the request."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """The logical bytes `[start, end)` of a key of `key_nbytes` that a transfer moves."""
+
+    key_nbytes: int
+    block_nbytes: int
+    start: int
+    end: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole key."""
+        return -(-self.key_nbytes // self.block_nbytes)
+
+    def touched(self) -> range:
+        """Return the indices of the blocks the range covers at least in part."""
+        return range(self.start // self.block_nbytes, -(-self.end // self.block_nbytes))
+
+    def block(self, index: int) -> Block:
+        """Return block `index` with the part that the range covers."""
+        start = index * self.block_nbytes
+        end = min(start + self.block_nbytes, self.key_nbytes)
+        low = min(max(self.start, start), end)
+        high = max(min(self.end, end), low)
+        return Block(index=index, start=start, end=end, low=low, high=high)
+
+
+def pieces(regions: Sequence[Region], start: int, nbytes: int) -> Iterator[Piece]:
+    """Yield where `nbytes` bytes from logical byte `start` of an extent lie, in order.
+
+    `nbytes` may reach into the padding of the last page. Raises InternalError beyond that.
+    """
+    at, region_start = 0, 0
+    for region in regions:
+        inside = start + at - region_start
+        if at < nbytes and inside < region.nbytes:
+            length = min(nbytes - at, region.nbytes - inside)
+            yield Piece(
+                segment=region.segment,
+                file_offset=region.offset + inside,
+                view_offset=at,
+                nbytes=length,
+            )
+            at += length
+        region_start += region.nbytes
+    if at < nbytes:
+        raise InternalError(f"bytes {start} to {start + nbytes} lie outside an extent")

@@ -1,0 +1,200 @@
+"""PageTable: which version of each key's bytes is the current one, and who still needs old ones.
+
+[Note: pins] A version is one extent and what is known of its bytes. It is never changed after
+its first write completed; an overwrite makes another version and the table flips to that. A
+version's room is freed when its last pin is dropped. Pins are held by the table (the current
+version), by every transfer in flight on it, by a commit under way, and by the committed manifest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from zinf_core.errors import CorruptDataError, KeyAbsentError, KeyExistsError, TierFullError
+from zinf_core.keys import Extent, TensorKey
+from zinf_core.runtime.manifest import Manifest, ManifestEntry, Region
+from zinf_core.units import align_up
+from zinf_storage.nvme.options import NvmeOptions
+from zinf_storage.nvme.segments import SegmentStore
+
+Checksums = tuple[int | None, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Version:
+    """One extent of a key. Changed under the tier's lock only."""
+
+    regions: tuple[Region, ...]
+    nbytes: int
+    block_nbytes: int
+    checksums: Checksums
+    unverified: set[int] = field(default_factory=set)
+    """Blocks that came from a manifest and were not read since."""
+    pins: int = 1
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any byte was ever written."""
+        return any(checksum is not None for checksum in self.checksums)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Page:
+    """One reserved key. Changed under the tier's lock only."""
+
+    key: TensorKey
+    nbytes: int
+    version: Version
+    discarded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A pinned version and the checksums it had at that moment."""
+
+    version: Version
+    checksums: Checksums
+
+
+class PageTable:
+    """The keys of one tier. Not thread-safe: every call is made under the tier's lock."""
+
+    def __init__(self, segments: SegmentStore, *, tier_name: str, options: NvmeOptions) -> None:
+        """Start empty."""
+        self._segments = segments
+        self._tier_name = tier_name
+        self._options = options
+        self._pages: dict[TensorKey, Page] = {}
+        self._sizes: list[int] = []
+        """Logical bytes of every key, sorted."""
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __iter__(self) -> Iterator[Page]:
+        return iter(self._pages.values())
+
+    def page(self, key: TensorKey) -> Page:
+        """Return the page of `key`. Raises KeyAbsentError."""
+        page = self._pages.get(key)
+        if page is None:
+            raise KeyAbsentError(f"{self._tier_name}: no key {key}")
+        return page
+
+    def reserve(self, key: TensorKey, nbytes: int) -> Page:
+        """Add `key` with an extent, leaving room to overwrite the largest key there is.
+
+        Raises KeyExistsError, TierFullError, TransferError; nothing changed then.
+        """
+        if key in self._pages:
+            raise KeyExistsError(f"{self._tier_name}: {key} is reserved already; discard it first")
+        largest = max(nbytes, self._sizes[-1] if self._sizes else 0)
+        try:
+            regions = self._segments.allocate(nbytes, spare_nbytes=largest)
+        except TierFullError as exc:
+            raise TierFullError(exc.errno, f"no room for {key}: {exc.strerror}") from exc
+        return self._add(key, self._unwritten(nbytes, regions, self._options.io_nbytes))
+
+    def restore(self, manifest: Manifest) -> list[Snapshot]:
+        """Add every key of `manifest`, whose segments are open; return its pinned snapshots.
+
+        Raises CorruptDataError if a key is named that cannot be.
+        """
+        committed = []
+        for entry in manifest.entries:
+            for region in entry.regions:
+                self._segments.claim(region)
+            version = _version_of(entry)
+            self._add(entry.key, version)
+            committed.append(self.snapshot(version))
+        if len(self._pages) != len(manifest.entries):
+            raise CorruptDataError(f"{self._tier_name}: the manifest names a key twice")
+        return committed
+
+    def discard(self, key: TensorKey) -> None:
+        """Forget `key`; its room is freed with the last pin. Raises KeyAbsentError."""
+        page = self.page(key)
+        del self._pages[key]
+        del self._sizes[bisect_left(self._sizes, page.nbytes)]
+        self.nbytes -= page.nbytes
+        page.discarded = True
+        self.unpin(page.version)
+
+    def shadow(self, page: Page, *, block_nbytes: int) -> Version:
+        """Return a new version of `page`, pinned once, for a write to fill.
+
+        Raises TierFullError, TransferError; nothing changed then.
+        """
+        regions = self._segments.allocate(page.nbytes)
+        return self._unwritten(page.nbytes, regions, block_nbytes)
+
+    def flip(self, page: Page, version: Version, checksums: Checksums) -> None:
+        """Make `version`, whose bytes all landed, the current one of `page`."""
+        version.checksums = checksums
+        if page.discarded or version is page.version:
+            return
+        old, page.version = page.version, version
+        version.pins += 1
+        self.unpin(old)
+
+    def unpin(self, version: Version) -> None:
+        """Drop one pin and free the version's room if it was the last."""
+        version.pins -= 1
+        if version.pins == 0:
+            self._segments.free(version.regions)
+
+    def snapshot(self, version: Version) -> Snapshot:
+        """Pin `version` as it is now."""
+        version.pins += 1
+        return Snapshot(version=version, checksums=version.checksums)
+
+    def _add(self, key: TensorKey, version: Version) -> Page:
+        page = Page(key=key, nbytes=version.nbytes, version=version)
+        self._pages[key] = page
+        insort(self._sizes, page.nbytes)
+        self.nbytes += page.nbytes
+        return page
+
+    def _unwritten(self, nbytes: int, regions: tuple[Region, ...], block_nbytes: int) -> Version:
+        num_blocks = -(-nbytes // block_nbytes)
+        return Version(
+            regions=regions, nbytes=nbytes, block_nbytes=block_nbytes,
+            checksums=(None,) * num_blocks,
+        )  # fmt: skip
+
+
+def extent_of(page: Page) -> Extent:
+    """Return where `page` lies; the first region if there are several, zeros if there is none."""
+    first = page.version.regions[0] if page.version.regions else None
+    return Extent(
+        nbytes=page.nbytes,
+        allocated_nbytes=align_up(page.nbytes),
+        segment=first.segment if first else 0,
+        offset=first.offset if first else 0,
+    )
+
+
+def entry_of(key: TensorKey, snapshot: Snapshot) -> ManifestEntry:
+    """Return how a manifest names a snapshot."""
+    version = snapshot.version
+    return ManifestEntry(
+        key=key,
+        nbytes=version.nbytes,
+        block_nbytes=version.block_nbytes,
+        regions=version.regions,
+        checksums=snapshot.checksums,
+    )
+
+
+def _version_of(entry: ManifestEntry) -> Version:
+    known = {index for index, checksum in enumerate(entry.checksums) if checksum is not None}
+    return Version(
+        regions=entry.regions,
+        nbytes=entry.nbytes,
+        block_nbytes=entry.block_nbytes,
+        checksums=entry.checksums,
+        unverified=known,
+    )

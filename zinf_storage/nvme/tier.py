@@ -1,0 +1,321 @@
+"""NvmeTier: named bytes in a folder, written by shadow paging and committed by a manifest.
+
+[Note: shadow paging] A write goes to a fresh extent; the page table flips to it when all its bytes
+landed; the old extent is freed when no read in flight and no committed manifest refers to it. So a
+failed write leaves the old bytes, and a crash at any point leaves the last flush, complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zinf_core.buffers import Buffer
+from zinf_core.capabilities import MemorySpace, TierCapabilities, TierUsage
+from zinf_core.completion import Completion
+from zinf_core.errors import TierClosedError, TierError, TierFullError, TierLockedError
+from zinf_core.keys import Extent, TensorKey
+from zinf_core.runtime.manifest import Manifest
+from zinf_core.tier import validate_reserve, validate_transfer
+from zinf_core.units import PAGE_NBYTES
+from zinf_storage.allocators import PageAlignedAllocator
+from zinf_storage.nvme.commit import Committer
+from zinf_storage.nvme.folder import Folder, FolderKind, FolderState
+from zinf_storage.nvme.options import DirectIo, NvmeOptions
+from zinf_storage.nvme.pages import Page, PageTable, extent_of
+from zinf_storage.nvme.posix import io_error, supports_direct
+from zinf_storage.nvme.scheduler import TransferScheduler
+from zinf_storage.nvme.segments import SegmentStore
+from zinf_storage.nvme.syscalls import SystemCalls
+from zinf_storage.nvme.transfer import BlockMover
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What an open tier consists of."""
+
+    folder: Folder
+    segments: SegmentStore
+    table: PageTable
+    committer: Committer
+    scheduler: TransferScheduler
+    found: FolderState
+
+
+class NvmeTier:
+    """Stores keys in segment files of one folder, which it locks until `close`.
+
+    Thread-safe; a tier belongs to the process that opened it, a forked child cannot use it.
+    """
+
+    def __init__(
+        self, name: str, parts: _Parts, *, options: NvmeOptions, calls: SystemCalls
+    ) -> None:
+        """Take over opened parts; use `open`."""
+        self._name = name
+        self._parts = parts
+        self._options = options
+        self._calls = calls
+        self._pid = os.getpid()
+        self._is_open = True
+        """False from the first `close` on: nothing new is taken, what was submitted goes on."""
+        self._closed = threading.Event()
+        self._capabilities = TierCapabilities(
+            memory_spaces=frozenset({MemorySpace.HOST}),
+            offset_align=PAGE_NBYTES,
+            address_align=PAGE_NBYTES,
+            preferred_io_nbytes=options.io_nbytes,
+            max_in_flight=options.num_threads,
+            persistent=True,
+        )
+
+    @classmethod
+    def open(
+        cls, folder: str | os.PathLike[str], *, name: str = "nvme",
+        options: NvmeOptions | None = None, calls: SystemCalls | None = None,
+    ) -> NvmeTier:  # fmt: skip
+        """Open `folder`, creating it if missing; the keys of its last flush are there again.
+
+        Destroys nothing (law 14); `found` says what was there. Blocks. Raises TierLockedError if
+        another tier has it open, CorruptDataError if its manifest or a segment is damaged,
+        TierFullError if what it holds exceeds `options.capacity_nbytes`, TransferError if the
+        system refuses the folder, a file or a thread.
+        """
+        options, calls = options or NvmeOptions(), calls or SystemCalls()
+        opened = Folder.open(folder, calls=calls)
+        try:
+            parts = _opened_parts(opened, name, options, calls)
+        except BaseException as exc:
+            opened.unlock()
+            if isinstance(exc, OSError) and not isinstance(exc, TierError):
+                raise io_error(exc, f"{name}: open", opened.path, needed=0, calls=calls) from exc
+            raise
+        return cls(name, parts, options=options, calls=calls)
+
+    @property
+    def name(self) -> str:
+        """Name used in messages and statistics."""
+        return self._name
+
+    @property
+    def capabilities(self) -> TierCapabilities:
+        """Host memory, offsets and addresses by pages, any length, persistent."""
+        return self._capabilities
+
+    @property
+    def found(self) -> FolderState:
+        """What `open` found in the folder."""
+        return self._parts.found
+
+    @property
+    def path_taken(self) -> str:
+        """How bytes travel: ``posix-direct`` or ``posix-buffered``, and ``, not preallocated`` if
+        the file system could not give the segments their blocks in advance."""
+        segments = self._parts.segments
+        path = "posix-direct" if segments.direct else "posix-buffered"
+        return path if segments.is_preallocated else f"{path}, not preallocated"
+
+    def usage(self) -> TierUsage:
+        """Return what is stored now."""
+        with self._parts.scheduler.lock:
+            self._require_open()
+            return TierUsage(
+                num_keys=len(self._parts.table),
+                nbytes=self._parts.table.nbytes,
+                allocated_nbytes=self._parts.segments.allocated_nbytes,
+                capacity_nbytes=self._options.capacity_nbytes,
+            )
+
+    def reserve(self, key: TensorKey, nbytes: int) -> Extent:
+        """Take an extent for `key`, and see that the largest key can still be overwritten.
+
+        May block on creating a segment file. Raises KeyExistsError, RangeError, TierFullError, or
+        TransferError if the system refuses a new segment for another reason than room.
+        """
+        with self._parts.scheduler.lock:
+            self._require_open()
+            validate_reserve(self._name, key, nbytes)
+            return extent_of(self._parts.table.reserve(key, nbytes))
+
+    def stat(self, key: TensorKey) -> Extent:
+        """Return where `key` lies now; every overwrite moves it. Raises KeyAbsentError."""
+        with self._parts.scheduler.lock:
+            return extent_of(self._page(key))
+
+    def keys(self) -> Iterator[TensorKey]:
+        """Iterate over a snapshot of the reserved keys."""
+        with self._parts.scheduler.lock:
+            self._require_open()
+            return iter([page.key for page in self._parts.table])
+
+    def read_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Completion:
+        """Submit a read; it sees the bytes of the last write that ended before. See `Tier`.
+
+        Uses `dst` up to its next page boundary if it has the capacity.
+        """
+        with self._parts.scheduler.lock:
+            page = self._valid_page(key, dst, offset)
+            return self._parts.scheduler.submit_read(page, dst, offset)
+
+    def write_from(self, key: TensorKey, src: Buffer, *, offset: int = 0) -> Completion:
+        """Submit a write. See `Tier`; a failed one leaves the old bytes.
+
+        A write of part of a key copies the rest of it to the new extent: write whole keys where
+        speed matters. May block on creating a segment file.
+        """
+        with self._parts.scheduler.lock:
+            page = self._valid_page(key, src, offset)
+            return self._parts.scheduler.submit_write(page, src, offset)
+
+    def discard(self, key: TensorKey) -> None:
+        """Forget `key`. Its room is free when no transfer and no commit needs it any more."""
+        with self._parts.scheduler.lock:
+            self._require_open()
+            self._parts.table.discard(key)
+
+    def flush(self) -> Completion:
+        """Submit a commit: exactly what was submitted before is what the next open finds."""
+        with self._parts.scheduler.lock:
+            self._require_open()
+            return self._parts.scheduler.submit_commit()
+
+    def reclaim(self) -> int:
+        """Delete segment files that a killed process left and no manifest names. Blocks.
+
+        Returns the bytes freed. Raises TransferError.
+        """
+        folder = self._parts.folder
+        with self._parts.scheduler.lock:
+            self._require_open()
+            mine = self._parts.segments.numbers() | self._parts.committer.named_segments()
+            try:
+                left_over = {n: s for n, s in folder.segment_sizes().items() if n not in mine}
+                for number in left_over:
+                    folder.segment_path(number).unlink()
+            except OSError as exc:
+                what = f"{self._name}: deleting left-over segments"
+                raise io_error(exc, what, folder.path, needed=0, calls=self._calls) from exc
+            return sum(left_over.values())
+
+    def close(self) -> None:
+        """Settle everything, end the workers, unlock the folder. Blocks; twice is fine.
+
+        What was not flushed is gone: segments that no manifest names are deleted.
+        """
+        if os.getpid() != self._pid:
+            return
+        parts = self._parts
+        with parts.scheduler.lock:
+            first, self._is_open = self._is_open, False
+        if not first:
+            self._closed.wait()
+            return
+        parts.scheduler.drain()
+        parts.scheduler.shutdown()
+        try:
+            parts.segments.close(keep=parts.committer.named_segments())
+        finally:
+            parts.folder.unlock()
+            self._closed.set()
+
+    def remove(self) -> None:
+        """Close, then delete the tier's files, and its folder if `open` created it. Blocks.
+
+        Raises TierLockedError if another tier opened the folder meanwhile, TransferError.
+        """
+        self.close()
+        folder = self._parts.folder
+        try:
+            folder.remove_files(self._calls)
+        except TierLockedError:
+            raise
+        except OSError as exc:
+            what = f"{self._name}: removing the tier"
+            raise io_error(exc, what, folder.path, needed=0, calls=self._calls) from exc
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise TierClosedError(f"{self._name} at {self._parts.folder.path}: it was closed")
+        if os.getpid() != self._pid:
+            raise TierClosedError(
+                f"{self._name} at {self._parts.folder.path}: process {self._pid} opened it and "
+                "forked; transfers must be made there"
+            )
+
+    def _page(self, key: TensorKey) -> Page:
+        self._require_open()
+        return self._parts.table.page(key)
+
+    def _valid_page(self, key: TensorKey, buffer: Buffer, offset: int) -> Page:
+        page = self._page(key)
+        validate_transfer(
+            self._name, key, page.nbytes, buffer, offset, capabilities=self._capabilities
+        )
+        return page
+
+
+def _opened_parts(folder: Folder, name: str, options: NvmeOptions, calls: SystemCalls) -> _Parts:
+    direct = options.direct is DirectIo.AUTO and _probe_direct(folder, name, calls)
+    segments = SegmentStore(folder, tier_name=name, options=options, direct=direct, calls=calls)
+    committer = Committer(folder, segments, tier_name=name, calls=calls)
+    table = PageTable(segments, tier_name=name, options=options)
+    manifest = committer.load()
+    found = _described(folder, manifest)
+    _require_budget(folder, name, manifest, options)
+    try:
+        if manifest is not None:
+            for segment in manifest.segments:
+                segments.open_existing(segment)
+            committer.adopt(manifest, table.restore(manifest))
+        scheduler = TransferScheduler(
+            table,
+            mover=BlockMover(segments, num_threads=options.num_threads),
+            committer=committer,
+            tier_name=name,
+            options=options,
+        )
+    except BaseException:
+        segments.close(keep=segments.numbers())
+        raise
+    return _Parts(
+        folder=folder, segments=segments, table=table, committer=committer, scheduler=scheduler,
+        found=found,
+    )  # fmt: skip
+
+
+def _probe_direct(folder: Folder, name: str, calls: SystemCalls) -> bool:
+    page = PageAlignedAllocator().allocate(PAGE_NBYTES).memory.data
+    try:
+        return supports_direct(folder.lock_path, calls, page)
+    except OSError as exc:
+        what = f"{name}: trying direct I/O"
+        raise io_error(exc, what, folder.lock_path, needed=0, calls=calls) from exc
+
+
+def _described(folder: Folder, manifest: Manifest | None) -> FolderState:
+    named = {segment.number for segment in manifest.segments} if manifest else set()
+    left_over = [n for number, n in folder.segment_sizes().items() if number not in named]
+    if manifest is not None:
+        return FolderState(
+            kind=FolderKind.COMMITTED,
+            num_keys=len(manifest.entries),
+            nbytes=sum(entry.nbytes for entry in manifest.entries),
+            left_over_nbytes=sum(left_over),
+        )
+    kind = FolderKind.LEFT_OVER if left_over else FolderKind.FRESH
+    return FolderState(kind=kind, left_over_nbytes=sum(left_over))
+
+
+def _require_budget(
+    folder: Folder, name: str, manifest: Manifest | None, options: NvmeOptions
+) -> None:
+    held = sum(segment.nbytes for segment in manifest.segments) if manifest else 0
+    if options.capacity_nbytes is not None and held > options.capacity_nbytes:
+        raise TierFullError(
+            errno.ENOSPC,
+            f"{name}: {folder.path} holds {held} bytes, capacity_nbytes = "
+            f"{options.capacity_nbytes}; raise it or remove the folder",
+        )

@@ -1,0 +1,414 @@
+"""Runtime: budgets, tiers and the pager behind a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from zinf_core.errors import BudgetTooSmallError, ConfigError, UnsupportedError
+from zinf_core.keys import StateKind, TensorKey
+from zinf_core.runtime.events import Observer, Traffic, TrafficCounter
+from zinf_core.runtime.loans import LoanDesk
+from zinf_core.runtime.pager import Pager
+from zinf_core.runtime.pool import BufferPool, PoolUsage
+from zinf_core.tier import Tier
+from zinf_core.units import format_nbytes, parse_nbytes
+from zinf_storage.allocators import PageAlignedAllocator
+from zinf_storage.host import HostTier
+from zinf_storage.machine import read_memory
+from zinf_torch.budget import Requirement, device_requirement
+from zinf_torch.deferred_init import parameters_on_registration
+from zinf_torch.gradients import Gradient
+from zinf_torch.homes import HomeRule, Homes
+from zinf_torch.optimizer import ParamGroups, StreamedOptimizer
+from zinf_torch.parameter import PagedParameter
+from zinf_torch.scratch import ScratchFolder
+from zinf_torch.tensor_page import ResidentPages, TensorPage
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class Runtime:
+    """Trains models whose states do not fit: keeps them on tiers and pages them in on demand.
+
+    ::
+
+        with zt.Runtime(device="512MiB", host="1GiB", nvme="/scratch/zinf") as runtime:
+            model = runtime.attach(model)
+            optimizer = runtime.optimizer(torch.optim.AdamW, model.parameters(), lr=1e-4)
+
+    One process computes on the CPU; "device" is the memory budget of what is resident for
+    compute. Thread-safe as far as the model's own code is.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: int | str,
+        host: int | str,
+        nvme: str | PathLike[str] | None = None,
+        nvme_capacity: int | str | None = None,
+        parameters: HomeRule | None = None,
+        gradients: HomeRule | None = None,
+        optimizer_states: HomeRule | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """Open the tiers.
+
+        Parameters
+        ----------
+        device, host
+            Budgets in bytes, or text like ``"512MiB"``. Hard limits for resident pages, states at
+            home there, and working memory. Activations are torch's own and not counted.
+        nvme
+            Folder for the NVMe tier, made if missing, removed at `close` if it was made here.
+            One process at a time. Left-overs of a killed run are reclaimed, with a warning.
+        nvme_capacity
+            Most bytes to use there; default: what the disk has.
+        parameters, gradients, optimizer_states
+            Home tier of each state: ``"device"``, ``"host"``, ``"nvme"``, or a mapping of
+            parameter-name patterns to those. Default: nvme if given, else host.
+        observers
+            Called with each `zinf_core.runtime.events.Event`.
+
+        Raises
+        ------
+        ConfigError
+            A size or home is not valid, or the budgets exceed the memory of the machine.
+        TierError
+            The folder cannot be used; the message says why.
+        """
+        device_nbytes = parse_nbytes(device, what="device")
+        host_nbytes = parse_nbytes(host, what="host")
+        capacity = None if nvme_capacity is None else parse_nbytes(nvme_capacity, what="nvme_capacity")
+        _check_machine(device_nbytes, host_nbytes)
+        names = ("device", "host") if nvme is None else ("device", "host", "nvme")
+        default = names[-1]
+        self.homes = Homes.of(
+            parameters=default if parameters is None else parameters,
+            gradients=default if gradients is None else gradients,
+            optimizer_states=default if optimizer_states is None else optimizer_states,
+            tiers=names,
+        )
+        allocator = PageAlignedAllocator()
+        pools = {
+            "device": BufferPool("device", budget_nbytes=device_nbytes, allocator=allocator),
+            "host": BufferPool("host", budget_nbytes=host_nbytes, allocator=allocator),
+        }
+        tiers: dict[str, Tier] = {name: HostTier(name, pool=pools[name]) for name in pools}
+        self._scratch = None if nvme is None else ScratchFolder(nvme, capacity_nbytes=capacity)
+        if self._scratch is not None:
+            tiers["nvme"] = self._scratch.tier
+        self._traffic = TrafficCounter()
+        self.pager = Pager(
+            tiers=tiers,
+            device_pool=pools["device"],
+            host_pool=pools["host"],
+            observers=(self._traffic, *observers),
+        )
+        self.desk = LoanDesk(self.pager)
+        self._registry = ResidentPages()
+        self._names: dict[str, int] = {}
+        self._orphans: deque[list[TensorPage]] = deque()
+        """Pages of parameters that died; finalizers only append, `_bury` does the work."""
+        self._closed = False
+
+    # -- model and optimizer -------------------------------------------------------------------
+
+    def attach(self, model: ModuleT) -> ModuleT:
+        """Send the parameters of `model` home and return it; its code is not changed.
+
+        In place: every parameter stays the same object, so optimizers, hooks and tied weights
+        that refer to it keep working. May be called again after parameters were added. Blocks.
+
+        Raises
+        ------
+        BudgetTooSmallError
+            The device budget cannot hold what one operation needs at once.
+        TierFullError
+            A home tier has no room; the message has path, needed and free bytes.
+        UnsupportedError
+            A parameter is on the meta device, not on the CPU, or shares memory with another.
+        """
+        self._check_open()
+        named = list(model.named_parameters())
+        _refuse_shared_memory(named)
+        self._check_device(model)
+        for name, param in named:
+            if isinstance(param, PagedParameter):
+                self._rename(param, name)
+            else:
+                self._page(param, name)
+        return model
+
+    @contextmanager
+    def deferred_init(self) -> Iterator[None]:
+        """Send each parameter home as soon as a module constructed in the block registers it.
+
+        The model has the values a plain construction with the same seed gives it. Peak memory is
+        the device budget plus one parameter. Call `attach` on the finished model.
+        """
+        self._check_open()
+
+        def adopt(module: nn.Module, name: str, param: nn.Parameter) -> None:
+            self.adopt(param, f"{type(module).__name__}.{name}")
+
+        with parameters_on_registration(adopt):
+            yield
+
+    def optimizer(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: ParamGroups,
+        *,
+        master_weights: bool = True,
+        **options: Any,
+    ) -> StreamedOptimizer:
+        """Return `optimizer_class(params, **options)` with its states on their home tier.
+
+        `master_weights` keeps an fp32 copy of bf16 and fp16 parameters, which is what the
+        optimizer updates. Room is reserved and the host budget is checked here.
+
+        Raises BudgetTooSmallError, TierFullError, UnsupportedError (LBFGS), or what the class
+        raises for its options.
+        """
+        self._check_open()
+        return StreamedOptimizer(
+            self, optimizer_class, params, master_weights=master_weights, options=options
+        )
+
+    def detach(self, model: ModuleT) -> ModuleT:
+        """Make the parameters of `model` plain again, in ordinary memory, and return it.
+
+        Needs memory for the whole model outside the budgets. Optimizers of this runtime no longer
+        know them.
+        """
+        for param in model.parameters():
+            if isinstance(param, PagedParameter):
+                page = param.zinf_page
+                grad = param.zinf_gradient
+                value = None if grad.current is None else grad.current.clone()
+                grad.clear()
+                grad.unwatch()
+                page.release_handles()
+                param.grad = value
+        return model
+
+    # -- what is happening ---------------------------------------------------------------------
+
+    def usage(self) -> dict[str, PoolUsage]:
+        """Return the tracked bytes of each memory budget: ``"device"`` and ``"host"``."""
+        return {"device": self.pager.device_pool.usage(), "host": self.pager.host_pool.usage()}
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Return the bytes read from and written to each tier since the runtime was opened."""
+        return {name: self._traffic.of(name) for name in self.pager.tiers}
+
+    def paths(self) -> dict[str, str]:
+        """Return the path taken by each tier that has one, e.g. ``{"nvme": "posix-direct"}``."""
+        return {} if self._scratch is None else {"nvme": self._scratch.tier.path_taken}
+
+    # -- closing -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for transfers, free all memory and remove the files. Twice is fine.
+
+        Parameters that are still attached have no values afterwards; `detach` the model first,
+        or save its `state_dict`, to keep them.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.pager.settle()
+        finally:
+            if self._scratch is not None:
+                self._scratch.remove()
+            for name in ("device", "host"):
+                self.pager.tiers[name].close()
+
+    def __enter__(self) -> Self:
+        """Return the runtime."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close. An error of the block is not hidden by one of closing."""
+        try:
+            self.close()
+        except Exception as closing:
+            if exc is None:
+                raise
+            exc.add_note(f"closing the runtime failed as well: {closing}")
+
+    # -- for the parts of this package ---------------------------------------------------------
+
+    def adopt(self, param: torch.Tensor, name: str) -> bool:
+        """Page `param` if it is a plain parameter; return whether an optimizer may have it.
+
+        Raises UnsupportedError if it belongs to another runtime.
+        """
+        if isinstance(param, PagedParameter):
+            if param.zinf_page.pager is not self.pager:
+                raise UnsupportedError(f"{param.zinf_page.label} belongs to another runtime")
+        elif isinstance(param, nn.Parameter):
+            self._page(param, name)
+        else:
+            raise UnsupportedError(
+                f"{name} is a {type(param).__name__}; zinf optimizes nn.Parameter objects"
+            )
+        return True
+
+    def make_state_page(
+        self, param: torch.Tensor, kind: StateKind, part: str, like: torch.Tensor
+    ) -> TensorPage:
+        """Return a new page for a state of `param`, with room on its home tier."""
+        page: TensorPage = param.zinf_page  # type: ignore[attr-defined]
+        key = TensorKey.of(page.key.name, kind, part)
+        home = self.homes.home(page.label, kind)
+        state = TensorPage(self.pager, self._registry, key, like=like, home=home)
+        param.zinf_states.append(state)  # type: ignore[attr-defined]
+        return state
+
+    def is_host_memory(self, home: str) -> bool:
+        """Return whether states at home there are updated in place."""
+        return home != "nvme"
+
+    def available_host_nbytes(self) -> int:
+        """Return the host bytes that are free once everything in flight is done. Blocks."""
+        self.pager.settle()
+        usage = self.pager.host_pool.usage()
+        return usage.budget_nbytes - usage.leased_nbytes
+
+    def check_host(self, nbytes: int, param: torch.Tensor, optimizer: str) -> None:
+        """Raise BudgetTooSmallError if one update of `param` does not fit the host budget."""
+        if not isinstance(param, PagedParameter):
+            return
+        what = (
+            f"the {optimizer} step of {param.zinf_page.label} "
+            f"({list(param.shape)} {param.dtype}: weights, gradient and states)"
+        )
+        fixed = self.pager.tiers["host"].usage().allocated_nbytes
+        budget = self.pager.host_pool.budget_nbytes
+        Requirement(nbytes=nbytes, what=what).check("host", budget, fixed)
+
+    # -- private -------------------------------------------------------------------------------
+
+    def _page(self, param: nn.Parameter, name: str) -> None:
+        if param.numel() == 0:
+            return
+        if param.device.type != "cpu":
+            remedy = (
+                "materialise it first, or build the model under runtime.deferred_init()"
+                if param.is_meta
+                else "move the model to the CPU first"
+            )
+            raise UnsupportedError(f"{name} is on {param.device}; {remedy}")
+        self._bury()
+        key = TensorKey.of(self._unique(name), StateKind.PARAM)
+        with torch.inference_mode(mode=False):
+            home = self.homes.home(name, StateKind.PARAM)
+            page = TensorPage(self.pager, self._registry, key, like=param, home=home)
+            page.label = name
+            page.fill(param.data)
+            grad, param.grad = param.grad, None
+            param.__class__ = PagedParameter
+            paged: Any = param
+            page.adopt_handle(paged)
+            paged.zinf_states = [page]
+            paged.zinf_gradient = Gradient(paged, desk=self.desk, make_page=self._page_maker(paged))
+            paged.zinf_gradient.watch()
+            if grad is not None:
+                paged.grad = grad
+        weakref.finalize(param, self._orphans.append, paged.zinf_states).atexit = False
+
+    def _page_maker(self, param: PagedParameter) -> Callable[..., TensorPage]:
+        ref = weakref.ref(param)
+
+        def make(kind: StateKind, part: str, like: torch.Tensor) -> TensorPage:
+            alive = ref()
+            if alive is None:
+                raise UnsupportedError("the parameter was deleted")
+            return self.make_state_page(alive, kind, part, like)
+
+        return make
+
+    def _rename(self, param: PagedParameter, name: str) -> None:
+        page = param.zinf_page
+        if page.pager is not self.pager:
+            raise UnsupportedError(f"{name} belongs to another runtime; close that one first")
+        page.label = name
+        home = self.homes.home(name, StateKind.PARAM)
+        if home != page.page.home:
+            key = TensorKey.of(self._unique(name), StateKind.PARAM)
+            moved = TensorPage(self.pager, self._registry, key, like=page.meta(), home=home)
+            moved.label = name
+            with self.pager.pinned(page.page) as view:
+                moved.fill(view)
+            page.forget_handle(param)
+            moved.adopt_handle(param)
+            page.remove()
+            param.zinf_states.remove(page)
+            param.zinf_states.append(moved)
+
+    def _bury(self) -> None:
+        """Free the room of parameters that no longer exist."""
+        while self._orphans:
+            for page in self._orphans.popleft():
+                page.remove()
+
+    def _unique(self, name: str) -> str:
+        count = self._names.get(name, 0)
+        self._names[name] = count + 1
+        return name if count == 0 else f"{name}#{count + 1}"
+
+    def _check_device(self, model: nn.Module) -> None:
+        def is_paged(param: nn.Parameter) -> bool:
+            return param.numel() > 0
+
+        pool = self.pager.device_pool
+        fixed = self.pager.tiers["device"].usage().allocated_nbytes
+        device_requirement(model, is_paged).check("device", pool.budget_nbytes, fixed)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this runtime is closed; make a new one")
+
+
+def _check_machine(device_nbytes: int, host_nbytes: int) -> None:
+    memory = read_memory()
+    total = device_nbytes + host_nbytes
+    limit = min(memory.total_nbytes, memory.cgroup_limit_nbytes or memory.total_nbytes)
+    if total > limit:
+        raise BudgetTooSmallError(
+            f"device + host budgets of {format_nbytes(total)} exceed the {format_nbytes(limit)} "
+            f"this process may use; lower them"
+        )
+
+
+def _refuse_shared_memory(named: list[tuple[str, nn.Parameter]]) -> None:
+    owners: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in named:
+        if isinstance(param, PagedParameter) or param.numel() == 0 or param.is_meta:
+            continue
+        address = param.untyped_storage().data_ptr()
+        other = owners.setdefault(address, (name, param))
+        if other[1] is not param:
+            raise UnsupportedError(
+                f"{other[0]} and {name} are different parameters over the same memory; tie them by "
+                f"assigning the parameter itself, or give one a copy (.clone())"
+            )
+
+

@@ -1,0 +1,1 @@
+"""Subcommands that zinf_torch brings to the ``zinf`` command line."""

@@ -1,0 +1,57 @@
+"""Homes: on which tier each state of each parameter lives when idle (paper, table 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from zinf_core.errors import ConfigError
+from zinf_core.keys import StateKind
+
+HomeRule = str | Mapping[str, str]
+"""A tier name, or tier names by parameter-name pattern (``{"layers.0.*": "device", "*": "nvme"}``);
+the first pattern that matches decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Homes:
+    """Home tiers of parameters, gradients and optimizer states (masters included)."""
+
+    parameters: tuple[tuple[str, str], ...]
+    gradients: tuple[tuple[str, str], ...]
+    optimizer_states: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        parameters: HomeRule,
+        gradients: HomeRule,
+        optimizer_states: HomeRule,
+        tiers: tuple[str, ...],
+    ) -> Homes:
+        """Return the homes after checking every name against `tiers`. Raises ConfigError."""
+        return cls(
+            parameters=_rules("parameters", parameters, tiers),
+            gradients=_rules("gradients", gradients, tiers),
+            optimizer_states=_rules("optimizer_states", optimizer_states, tiers),
+        )
+
+    def home(self, name: str, kind: StateKind) -> str:
+        """Return the home tier of one state of the parameter called `name`."""
+        rules = {StateKind.PARAM: self.parameters, StateKind.GRAD: self.gradients}.get(
+            kind, self.optimizer_states
+        )
+        return next(tier for pattern, tier in rules if fnmatchcase(name, pattern))
+
+
+def _rules(what: str, rule: HomeRule, tiers: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    pairs = (("*", rule),) if isinstance(rule, str) else tuple(rule.items())
+    for _, tier in pairs:
+        if tier not in tiers:
+            hint = '; give nvme="/path" to have that tier' if tier == "nvme" else ""
+            raise ConfigError(f"{what} = {tier!r}: there are the tiers {', '.join(tiers)}{hint}")
+    if not pairs or pairs[-1][0] != "*":
+        raise ConfigError(f'{what}: the last pattern must be "*", for every other parameter')
+    return pairs

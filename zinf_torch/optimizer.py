@@ -1,0 +1,229 @@
+"""StreamedOptimizer: any `torch.optim` class, its states streamed from and to their tiers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zinf_core.errors import UnsupportedError
+from zinf_core.policy.partition import sub_group_ranges
+from zinf_core.runtime.optimizer_step import SubGroup, stream_sub_groups
+from zinf_torch.optimizer_load import match_groups, merge_options
+from zinf_torch.parameter import PagedTensor
+from zinf_torch.stand_ins import StandIns
+from zinf_torch.update import ParameterUpdate
+
+if TYPE_CHECKING:
+    from zinf_core.runtime.loans import Loan
+    from zinf_torch.api import Runtime
+
+ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Any]]
+
+
+class StreamedOptimizer(torch.optim.Optimizer):
+    """Behaves as the wrapped class on the same parameters; made by `Runtime.optimizer`.
+
+    In `step`, real parameters of the wrapped class with their true shapes are built over working
+    memory, one sub-group at a time, in the order of `param_groups`. Tensor state of more than one
+    element is streamed; `state` shows handles of it. Scalars stay in memory.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: ParamGroups,
+        *,
+        master_weights: bool,
+        options: dict[str, Any],
+    ) -> None:
+        """Wrap `optimizer_class(params, **options)`, reserve room for what it will keep and
+        check it against the host budget.
+
+        Raises BudgetTooSmallError, TierFullError, UnsupportedError, or whatever the wrapped
+        class raises for its options.
+        """
+        if issubclass(optimizer_class, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS updates all parameters at once and cannot be streamed; "
+                "use an optimizer that updates parameter by parameter"
+            )
+        self._runtime = runtime
+        self._class = optimizer_class
+        self._master_weights = master_weights
+        self._stand_ins = StandIns(optimizer_class)
+        self._inner = self._stand_ins.build(list(params), options)
+        self._updates: dict[torch.Tensor, ParameterUpdate] = {}
+        self._attributes: dict[str, int | float | str] = {}
+        """Counters the wrapped class keeps on itself, as they were when the step began: every
+        sub-group starts from them, so that they advance once per step."""
+        super().__init__([nn.Parameter(torch.empty(0))], dict(self._inner.defaults))
+        self.param_groups: list[dict[str, Any]] = []
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for group in self._inner.param_groups:
+            self._take_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as torch's optimizers do; plain ones are attached to the runtime."""
+        if not hasattr(self, "_updates"):  # torch's constructor, before there are any groups
+            super().add_param_group(param_group)
+            return
+        group = self._stand_ins.map_group(param_group)
+        self._inner.add_param_group(group)
+        self._take_group(self._inner.param_groups[-1])
+
+    def _take_group(self, inner_group: dict[str, Any]) -> None:
+        params = [self._stand_ins.real(param) for param in inner_group["params"]]
+        group = {**inner_group, "params": params}
+        self.param_groups.append(group)
+        for param in params:
+            if self._runtime.adopt(param, f"parameter_{len(self._updates)}"):
+                update = ParameterUpdate(
+                    self._runtime, param, master_weights=self._master_weights
+                )
+                update.reserve(self._class, group)
+                self._runtime.check_host(update.working_nbytes(), param, self._class.__name__)
+                self._updates[param] = update
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return what `closure` returned.
+
+        Blocks until the last sub-group is updated; its write may still be in flight.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._attributes = {
+            name: value
+            for name, value in vars(self._inner).items()
+            if isinstance(value, int | float | str)
+        }
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for group in self.param_groups:
+                self._step_group(group)
+        self._runtime.pager.end_iteration()
+        return result
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        updates = [
+            self._updates[param]
+            for param in group["params"]
+            if self._updates[param].has_gradient()
+        ]
+        if not updates:
+            return
+        available = self._runtime.available_host_nbytes()
+        sizes = [update.working_nbytes() for update in updates]
+        limit = max(max(sizes), available // 3)
+        ranges = sub_group_ranges(sizes, limit)
+        sub_groups = [
+            SubGroup(
+                uses=tuple(use for i in range_ for use in updates[i].uses()),
+                working_nbytes=sum(sizes[i] for i in range_),
+                is_complete=all(updates[i].is_complete() for i in range_),
+            )
+            for range_ in ranges
+        ]
+        original = {name: value for name, value in group.items() if name != "params"}
+        changed = original
+
+        def update(index: int, loans: Sequence[Loan]) -> None:
+            nonlocal changed
+            members = [updates[i] for i in ranges[index]]
+            changed = self._update_sub_group(original, members, loans)
+
+        try:
+            stream_sub_groups(
+                self._runtime.desk, sub_groups, update, available_nbytes=available
+            )
+        finally:
+            group.update(changed)
+
+    def _update_sub_group(
+        self, options: dict[str, Any], members: Sequence[ParameterUpdate], loans: Sequence[Loan]
+    ) -> dict[str, Any]:
+        """Run the wrapped class on the members in working memory; return the group's options as
+        it left them."""
+        inner = self._inner
+        vars(inner).update(self._attributes)
+        idle_groups, idle_state = inner.param_groups, inner.state
+        remaining = iter(loans)
+        group = {**options}
+        opened: list[ParameterUpdate] = []
+        try:
+            for member in members:
+                construct = partial(self._constructed_state, member.param, options)
+                member.open(self.state[member.param], remaining, construct)
+                opened.append(member)
+            inner.param_groups = [{**options, "params": [m.working for m in opened]}]
+            inner.state = defaultdict(dict, {m.working: m.working_state for m in opened})
+            _undecorated_step(self._class)(inner)
+        finally:
+            if opened:
+                group = {**inner.param_groups[0]}
+                group.pop("params")
+            states = {member: inner.state.get(member.working, {}) for member in opened}
+            inner.param_groups, inner.state = idle_groups, idle_state
+            for member in opened:
+                self.state[member.param] = member.close(states.pop(member))
+        return group
+
+    def _constructed_state(
+        self, param: torch.Tensor, options: dict[str, Any], working: torch.Tensor
+    ) -> dict[str, Any]:
+        """Return the state the wrapped class makes for a parameter when it is constructed."""
+        if not self._inner.state.get(self._stand_ins.stand_in(param)):
+            return {}
+        fresh = self._class([{**options, "params": [working]}])
+        return dict(fresh.state[working])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of the wrapped class or of this one, tensor by tensor.
+
+        States keep the dtype they come in. Raises ValueError, as torch does, if the groups do not
+        match. A ``master_weight`` entry restores the fp32 master.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        saved_groups = state_dict["param_groups"]
+        params = match_groups(self.param_groups, saved_groups)
+        for index, state in state_dict["state"].items():
+            if index in params:
+                param = params[index]
+                self.state[param] = self._updates[param].load(state)
+        for group, merged in zip(
+            self.param_groups, merge_options(self.param_groups, saved_groups), strict=True
+        ):
+            group.clear()
+            group.update(merged)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizers return, with a ``master_weight`` beside the states of
+        parameters that have one. Streamed tensors are handles, fetched when they are read."""
+        packed: dict[str, Any] = super().state_dict()
+        indices = (i for group in packed["param_groups"] for i in group["params"])
+        params = (param for group in self.param_groups for param in group["params"])
+        for index, param in zip(indices, params, strict=True):
+            master = self._updates[param].master
+            if master is not None and master.page.has_bytes:
+                entry = dict(packed["state"].get(index, {}))
+                packed["state"][index] = {**entry, "master_weight": PagedTensor.of(master)}
+        return packed
+
+
+def _undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return the class's step without torch's profiling wrapper, whose hooks belong to the outer
+    optimizer and run once per step, not once per sub-group."""
+    step = optimizer_class.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+

@@ -1,0 +1,369 @@
+"""Handles of pages: `PagedParameter`, `PagedTensor`, and `PageView` for views of resident pages.
+
+[Note: How an operation finds its bytes]
+torch calls `__torch_function__` of a handle for every operation that takes it as an argument, in
+whatever module, function or loop that happens. The operation then runs with the pages pinned and
+their bytes shown in the handles themselves, so that autograd sees the parameter as the leaf it is.
+Afterwards the handles show a placeholder again and the pages may be evicted: what autograd saved
+of them is a reference (`zinf_torch.saved_tensors`). Shape, dtype, device and other metadata are
+answered without bytes (`zinf_torch.overrides`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass
+
+from zinf_core.errors import UnsupportedError
+from zinf_torch.overrides import (
+    METADATA,
+    RAW_ACCESS,
+    REFUSED,
+    VIEW_ATTRIBUTES,
+    attribute_of,
+    is_foreach,
+)
+from zinf_torch.saved_tensors import page_saving
+from zinf_torch.tensor_page import ResidentPages, TensorPage
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+def take_raw_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient autograd left in `param` and take it out; None if there is none."""
+    with DisableTorchFunctionSubclass():
+        grad: torch.Tensor | None = _get_grad(param)
+        if grad is not None:
+            _set_grad(param, None)
+        return grad
+
+
+class PagedTensor(torch.Tensor):
+    """Handle of a page that is not a parameter: a gradient, an optimizer state, `p.data`."""
+
+    zinf_page: TensorPage
+    zinf_uses: int
+    zinf_seen: int
+    zinf_counts_edits = False
+    __hash__ = object.__hash__
+
+    @classmethod
+    def of(cls, page: TensorPage) -> PagedTensor:
+        """Return a new handle of `page`."""
+        handle = torch.Tensor._make_subclass(cls, page.placeholder.data)
+        page.adopt_handle(handle)
+        return handle  # type: ignore[return-value]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func` with the bytes of every page among its arguments. May block."""
+        del types
+        return dispatch(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor with the page's values."""
+        return self.zinf_page.clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain tensor with the page's values."""
+        return memo.setdefault(id(self), self.zinf_page.clone())
+
+
+class PagedParameter(nn.Parameter):
+    """A parameter whose bytes live on a tier.
+
+    Made from an `nn.Parameter` in place, by exchanging its class, so that everything that holds
+    the parameter (modules, optimizers, lists, hooks) holds the paged one.
+    """
+
+    zinf_page: TensorPage
+    zinf_uses: int
+    zinf_seen: int
+    zinf_counts_edits = True
+    zinf_gradient: Any
+    zinf_states: list[TensorPage]
+    """Every page of this parameter: its own, gradient, master, optimizer states."""
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func` with the bytes of every page among its arguments. May block."""
+        del types
+        return dispatch(func, args, kwargs or {})
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Gradient accumulated so far, wherever it is stored; None if there is none.
+
+        A handle: reading it fetches it, editing it in place takes effect.
+        """
+        return self.zinf_gradient.handle()  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.zinf_gradient.assign(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.zinf_gradient.assign(None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain `nn.Parameter` with the page's values."""
+        plain = nn.Parameter(self.zinf_page.clone(), requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a plain `nn.Parameter` with the page's values."""
+        plain = nn.Parameter(self.zinf_page.clone(), requires_grad=self.requires_grad)
+        return memo.setdefault(id(self), plain)
+
+
+class PageView(torch.Tensor):
+    """A view of a resident page, with its bytes: operations on it save references, too.
+
+    While it lives, its page stays resident and counted.
+    """
+
+    zinf_registry: ResidentPages
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, with the bytes of every page among its arguments. May block."""
+        del types
+        return dispatch(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor."""
+        with DisableTorchFunctionSubclass():
+            return self.detach().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain tensor of the same values."""
+        with DisableTorchFunctionSubclass():
+            return memo.setdefault(id(self), self.detach().clone())
+
+
+_HANDLES = (PagedParameter, PagedTensor)
+
+
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that got a handle or a view among its arguments."""
+    if func in METADATA:
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    special = _SPECIAL.get(func)
+    if special is not None and isinstance(args[0], _HANDLES):
+        return special(*args, **kwargs)
+    attribute = attribute_of(func)
+    if attribute is not None and attribute[1] not in VIEW_ATTRIBUTES:
+        return _access_attribute(func, attribute, args)
+    if func is torch.autograd.grad:
+        return _autograd_grad(*args, **kwargs)
+    if is_foreach(func):
+        return _run_foreach(func, args, kwargs)
+    if func in REFUSED and args and isinstance(args[0], _HANDLES):
+        raise UnsupportedError(
+            f"{REFUSED[func]} on {args[0].zinf_page.label} would move it behind the pager's back; "
+            f"assign a new tensor to .data instead"
+        )
+    return run_with_pages(func, args, kwargs)
+
+
+def run_with_pages(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` with the bytes of every page among its arguments, all of them at once. Blocks.
+
+    Raises BudgetExceededError if they do not fit the device budget together.
+    """
+    handles: list[Any] = []
+    views: list[PageView] = []
+    _collect(args, handles, views)
+    if kwargs:
+        _collect(kwargs.values(), handles, views)
+    if not handles and not views:
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    registry = handles[0].zinf_page.registry if handles else views[0].zinf_registry
+    with DisableTorchFunctionSubclass(), ExitStack() as stack:
+        for handle in handles:
+            handle.zinf_page.enter(handle)
+            stack.callback(handle.zinf_page.leave, handle)
+        if func in RAW_ACCESS:
+            _note_untraced(handles, views, registry)
+        with page_saving(registry) if torch.is_grad_enabled() else nullcontext():
+            result = func(*args, **kwargs)
+        _mark_views(result, registry, traced=all(type(h) is PagedParameter for h in handles))
+    return result
+
+
+def _collect(values: Iterable[Any], handles: list[Any], views: list[PageView]) -> None:
+    for value in values:
+        if isinstance(value, _HANDLES):
+            if not any(value is handle for handle in handles):
+                handles.append(value)
+        elif isinstance(value, PageView):
+            views.append(value)
+        elif isinstance(value, list | tuple):
+            _collect(value, handles, views)
+        elif isinstance(value, dict):
+            _collect(value.values(), handles, views)
+
+
+def _mark_views(result: Any, registry: ResidentPages, *, traced: bool) -> None:
+    """Turn results that are views of a page into PageViews.
+
+    Views made through a parameter share its version counter; others (`traced=False`) can be
+    written to unseen once their handle is gone, so their page counts as dirty.
+    """
+    if isinstance(result, torch.Tensor):
+        if type(result) is torch.Tensor and result._is_view():
+            page = registry.find(result)
+            if page is not None:
+                result.__class__ = PageView
+                result.zinf_registry = registry  # type: ignore[attr-defined]
+                if not traced:
+                    page.note_untraced()
+    elif isinstance(result, list | tuple):
+        for item in result:
+            _mark_views(item, registry, traced=traced)
+
+
+def _note_untraced(handles: list[Any], views: list[PageView], registry: ResidentPages) -> None:
+    for handle in handles:
+        handle.zinf_page.note_untraced()
+    for view in views:
+        page = registry.find(view)
+        if page is not None:
+            page.note_untraced()
+
+
+def _access_attribute(
+    func: Callable[..., Any], attribute: tuple[str, str], args: tuple[Any, ...]
+) -> Any:
+    accessor, name = attribute
+    with DisableTorchFunctionSubclass():
+        result = func(*args)
+    if accessor == "__set__" and name == "requires_grad" and isinstance(args[0], PagedParameter):
+        args[0].zinf_gradient.watch()
+    if name == "data" and isinstance(args[0], PageView) and accessor == "__get__":
+        registry = args[0].zinf_registry
+        page = registry.find(args[0])
+        if page is not None:
+            page.note_untraced()
+            result.__class__ = PageView
+            result.zinf_registry = registry
+    return result
+
+
+def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
+    """Run `torch.autograd.grad` with paging on: it needs no bytes of what it differentiates by."""
+    return torch.autograd.grad(
+        _edges(outputs), _edges(inputs), _plain(grad_outputs), **options
+    )
+
+
+def _edges(arg: Any) -> Any:
+    """Replace handles and views by their gradient edges."""
+    if isinstance(arg, PagedParameter | PageView):
+        return torch.autograd.graph.get_gradient_edge(arg)
+    if isinstance(arg, list | tuple):
+        return tuple(_edges(item) for item in arg)
+    return arg
+
+
+def _plain(arg: Any) -> Any:
+    """Replace handles and views by plain tensors of the same values."""
+    if isinstance(arg, PagedParameter | PagedTensor | PageView):
+        return arg.clone()
+    if isinstance(arg, list | tuple):
+        return tuple(_plain(item) for item in arg)
+    return arg
+
+
+def _run_foreach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a list operation item by item, so that one page at a time is resident."""
+    lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
+    results: list[Any] = []
+    for index in range(len(lists[0])):
+
+        def item(arg: Any, index: int = index) -> Any:
+            return [arg[index]] if isinstance(arg, list | tuple) else arg
+
+        one = func(*map(item, args), **{name: item(arg) for name, arg in kwargs.items()})
+        if one is not None:
+            results.extend(one)
+    return tuple(results) if results else None
+
+
+# -- functions with a meaning of their own on handles ------------------------------------------
+
+
+def _get_data(handle: Any) -> PagedTensor:
+    return PagedTensor.of(handle.zinf_page)
+
+
+def _assign_data(handle: Any, value: torch.Tensor) -> None:
+    page: TensorPage = handle.zinf_page
+    if isinstance(value, _HANDLES) and value.zinf_page is page:
+        return
+    if value.shape != page.shape or value.dtype != page.dtype:
+        raise UnsupportedError(
+            f"{page.label} is {page.dtype} {list(page.shape)} on its tier; .data cannot become "
+            f"{value.dtype} {list(value.shape)}. Replace the parameter and attach the module again"
+        )
+    with torch.no_grad():
+        run_with_pages(torch.Tensor.copy_, (PagedTensor.of(page), value), {})
+
+
+def _stride(handle: Any, dim: int | None = None) -> Any:
+    stride = handle.zinf_page.stride
+    return stride if dim is None else stride[dim]
+
+
+def _is_contiguous(handle: Any, memory_format: Any = torch.contiguous_format) -> bool:
+    page = handle.zinf_page
+    meta = torch.empty_strided(page.shape, page.stride, device="meta")
+    return meta.is_contiguous(memory_format=memory_format)
+
+
+def _requires_grad(handle: Any, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
+    with DisableTorchFunctionSubclass():
+        torch.Tensor.requires_grad_(handle, requires_grad)
+    if isinstance(handle, PagedParameter):
+        handle.zinf_gradient.watch()
+    return handle
+
+
+_SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: _assign_data,  # type: ignore[attr-defined]
+    torch.Tensor.detach: _get_data,
+    torch.detach: _get_data,
+    torch.Tensor.stride: _stride,
+    torch.Tensor.is_contiguous: _is_contiguous,
+    torch.Tensor.requires_grad_: _requires_grad,
+}

@@ -1,0 +1,40 @@
+"""ScratchFolder: the NVMe tier of one run, gone when the run is."""
+
+from __future__ import annotations
+
+import warnings
+from os import PathLike
+
+from zinf_core.errors import ConfigError
+from zinf_core.units import format_nbytes
+from zinf_storage.nvme import FolderKind, NvmeOptions, NvmeTier
+
+
+class ScratchFolder:
+    """Opens an NVMe tier for one run and removes its files afterwards."""
+
+    def __init__(self, folder: str | PathLike[str], *, capacity_nbytes: int | None) -> None:
+        """Open `folder`, reclaiming what a killed run left there.
+
+        Raises TierLockedError if a run uses it, ConfigError if it holds a committed state, other
+        TierErrors if it cannot be used.
+        """
+        options = NvmeOptions(capacity_nbytes=capacity_nbytes)
+        self.tier = NvmeTier.open(folder, options=options)
+        found = self.tier.found
+        if found.kind is FolderKind.COMMITTED:
+            self.tier.close()
+            raise ConfigError(
+                f"{folder} holds a committed state of {found.num_keys} tensors "
+                f"({format_nbytes(found.nbytes)}); give another folder for this run's scratch files"
+            )
+        if found.left_over_nbytes:
+            freed = self.tier.reclaim()
+            warnings.warn(
+                f"{folder}: reclaimed {format_nbytes(freed)} left by a run that was killed",
+                stacklevel=4,
+            )
+
+    def remove(self) -> None:
+        """Close the tier, delete its files, and the folder if this run made it."""
+        self.tier.remove()

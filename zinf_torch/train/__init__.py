@@ -1,0 +1,1 @@
+"""``zinf train``: fine-tunes a causal language model on text files."""
