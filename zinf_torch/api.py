@@ -49,7 +49,7 @@ class Runtime:
     compute. Thread-safe as far as the model's own code is.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, keyword-only
         self,
         *,
         device: int | str,
@@ -88,7 +88,9 @@ class Runtime:
         """
         device_nbytes = parse_nbytes(device, what="device")
         host_nbytes = parse_nbytes(host, what="host")
-        capacity = None if nvme_capacity is None else parse_nbytes(nvme_capacity, what="nvme_capacity")
+        capacity = (
+            None if nvme_capacity is None else parse_nbytes(nvme_capacity, what="nvme_capacity")
+        )
         _check_machine(device_nbytes, host_nbytes)
         names = ("device", "host") if nvme is None else ("device", "host", "nvme")
         default = names[-1]
@@ -410,5 +412,3 @@ def _refuse_shared_memory(named: list[tuple[str, nn.Parameter]]) -> None:
                 f"{other[0]} and {name} are different parameters over the same memory; tie them by "
                 f"assigning the parameter itself, or give one a copy (.clone())"
             )
-
-

@@ -26,7 +26,8 @@ class Requirement:
         """
         if self.nbytes + fixed_nbytes <= budget_nbytes:
             return
-        fixed = f" + {format_nbytes(fixed_nbytes)} of states that live there" if fixed_nbytes else ""
+        resident = format_nbytes(fixed_nbytes)
+        fixed = f" + {resident} of states that live there" if fixed_nbytes else ""
         raise BudgetTooSmallError(
             f"{name} budget of {format_nbytes(budget_nbytes)} is too small: {self.what} needs "
             f"{format_nbytes(self.nbytes)} at once{fixed}. Set {name} to at least "

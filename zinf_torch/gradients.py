@@ -45,7 +45,8 @@ class Gradient:
     def watch(self) -> None:
         """Take gradients of the parameter from now on, if it requires them."""
         if self._hook is None and self._param.requires_grad:
-            self._hook = self._param.register_post_accumulate_grad_hook(_intake)
+            param: Any = self._param
+            self._hook = param.register_post_accumulate_grad_hook(_intake)
 
     def unwatch(self) -> None:
         """Leave gradients to autograd from now on."""

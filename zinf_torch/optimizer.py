@@ -83,9 +83,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.param_groups.append(group)
         for param in params:
             if self._runtime.adopt(param, f"parameter_{len(self._updates)}"):
-                update = ParameterUpdate(
-                    self._runtime, param, master_weights=self._master_weights
-                )
+                update = ParameterUpdate(self._runtime, param, master_weights=self._master_weights)
                 update.reserve(self._class, group)
                 self._runtime.check_host(update.working_nbytes(), param, self._class.__name__)
                 self._updates[param] = update
@@ -112,15 +110,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         updates = [
-            self._updates[param]
-            for param in group["params"]
-            if self._updates[param].has_gradient()
+            self._updates[param] for param in group["params"] if self._updates[param].has_gradient()
         ]
         if not updates:
             return
         available = self._runtime.available_host_nbytes()
         sizes = [update.working_nbytes() for update in updates]
-        limit = max(max(sizes), available // 3)
+        limit = max(*sizes, available // 3)
         ranges = sub_group_ranges(sizes, limit)
         sub_groups = [
             SubGroup(
@@ -139,9 +135,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             changed = self._update_sub_group(original, members, loans)
 
         try:
-            stream_sub_groups(
-                self._runtime.desk, sub_groups, update, available_nbytes=available
-            )
+            stream_sub_groups(self._runtime.desk, sub_groups, update, available_nbytes=available)
         finally:
             group.update(changed)
 
@@ -180,7 +174,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Return the state the wrapped class makes for a parameter when it is constructed."""
         if not self._inner.state.get(self._stand_ins.stand_in(param)):
             return {}
-        fresh = self._class([{**options, "params": [working]}])
+        construct: Callable[..., torch.optim.Optimizer] = self._class
+        fresh = construct([{**options, "params": [working]}])
         return dict(fresh.state[working])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -203,8 +198,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         ):
             group.clear()
             group.update(merged)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's optimizers return, with a ``master_weight`` beside the states of
@@ -225,5 +220,3 @@ def _undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[
     optimizer and run once per step, not once per sub-group."""
     step = optimizer_class.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-
-

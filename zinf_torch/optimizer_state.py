@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class StateForecast:
 
 
 def forecast_state(
-    optimizer_class: type[torch.optim.Optimizer],
+    optimizer_class: Callable[..., torch.optim.Optimizer],
     group: dict[str, Any],
     *,
     ndim: int,

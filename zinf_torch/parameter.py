@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,16 +31,16 @@ from zinf_torch.overrides import (
 from zinf_torch.saved_tensors import page_saving
 from zinf_torch.tensor_page import ResidentPages, TensorPage
 
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_GRAD: Any = torch.Tensor.grad
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
 def take_raw_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient autograd left in `param` and take it out; None if there is none."""
     with DisableTorchFunctionSubclass():
-        grad: torch.Tensor | None = _get_grad(param)
+        grad: torch.Tensor | None = _GRAD.__get__(param)
         if grad is not None:
-            _set_grad(param, None)
+            _GRAD.__set__(param, None)
         return grad
 
 
@@ -56,9 +56,9 @@ class PagedTensor(torch.Tensor):
     @classmethod
     def of(cls, page: TensorPage) -> PagedTensor:
         """Return a new handle of `page`."""
-        handle = torch.Tensor._make_subclass(cls, page.placeholder.data)
+        handle: Any = torch.Tensor._make_subclass(cls, page.placeholder.data)
         page.adopt_handle(handle)
-        return handle  # type: ignore[return-value]
+        return handle  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(
@@ -74,11 +74,11 @@ class PagedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor with the page's values."""
-        return self.zinf_page.clone().__reduce_ex__(protocol)
+        return _reduce(self.zinf_page.clone(), protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a plain tensor with the page's values."""
-        return memo.setdefault(id(self), self.zinf_page.clone())
+        return _remember(memo, self, self.zinf_page.clone())
 
 
 class PagedParameter(nn.Parameter):
@@ -110,12 +110,13 @@ class PagedParameter(nn.Parameter):
         return dispatch(func, args, kwargs or {})
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """Gradient accumulated so far, wherever it is stored; None if there is none.
 
         A handle: reading it fetches it, editing it in place takes effect.
         """
-        return self.zinf_gradient.handle()  # type: ignore[no-any-return]
+        handle: torch.Tensor | None = self.zinf_gradient.handle()
+        return handle
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -128,12 +129,12 @@ class PagedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain `nn.Parameter` with the page's values."""
         plain = nn.Parameter(self.zinf_page.clone(), requires_grad=self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+        return _reduce(plain, protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain `nn.Parameter` with the page's values."""
         plain = nn.Parameter(self.zinf_page.clone(), requires_grad=self.requires_grad)
-        return memo.setdefault(id(self), plain)
+        return _remember(memo, self, plain)
 
 
 class PageView(torch.Tensor):
@@ -160,12 +161,21 @@ class PageView(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
         with DisableTorchFunctionSubclass():
-            return self.detach().clone().__reduce_ex__(protocol)
+            return _reduce(self.detach().clone(), protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a plain tensor of the same values."""
         with DisableTorchFunctionSubclass():
-            return memo.setdefault(id(self), self.detach().clone())
+            return _remember(memo, self, self.detach().clone())
+
+
+def _reduce(plain: torch.Tensor, protocol: Any) -> Any:
+    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _remember(memo: dict[int, Any], original: torch.Tensor, copy: TensorT) -> TensorT:
+    memo[id(original)] = copy
+    return copy
 
 
 _HANDLES = (PagedParameter, PagedTensor)
@@ -281,9 +291,7 @@ def _access_attribute(
 
 def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
     """Run `torch.autograd.grad` with paging on: it needs no bytes of what it differentiates by."""
-    return torch.autograd.grad(
-        _edges(outputs), _edges(inputs), _plain(grad_outputs), **options
-    )
+    return torch.autograd.grad(_edges(outputs), _edges(inputs), _plain(grad_outputs), **options)
 
 
 def _edges(arg: Any) -> Any:
@@ -350,7 +358,7 @@ def _is_contiguous(handle: Any, memory_format: Any = torch.contiguous_format) ->
     return meta.is_contiguous(memory_format=memory_format)
 
 
-def _requires_grad(handle: Any, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
+def _requires_grad(handle: Any, requires_grad: bool = True) -> Any:
     with DisableTorchFunctionSubclass():
         torch.Tensor.requires_grad_(handle, requires_grad)
     if isinstance(handle, PagedParameter):

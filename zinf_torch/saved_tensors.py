@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,12 @@ class SavedView:
     dtype: torch.dtype
     version: int
 
+    @classmethod
+    def of(cls, page: TensorPage, view: torch.Tensor) -> SavedView:
+        """Describe `view`, a view of the resident `page`."""
+        offset = int(view.storage_offset())
+        return cls(page, view.size(), view.stride(), offset, view.dtype, page.version)
+
     def load(self) -> torch.Tensor:
         """Return the view, bringing the page in. Blocks.
 
@@ -44,9 +50,10 @@ class SavedView:
             torch.no_grad(),
             DisableTorchFunctionSubclass(),
         ):
+            same_dtype: torch.Tensor = view
             if self.dtype is not page.dtype:
-                view = view.as_strided((view.numel(),), (1,)).view(self.dtype)
-            return view.as_strided(self.size, self.stride, self.offset)
+                same_dtype = view.as_strided((view.numel(),), (1,)).view(self.dtype)
+            return same_dtype.as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,39 @@ class SavedPlain:
         return self.tensor
 
 
+class PageTicket(torch.Tensor):
+    """Empty tensor that takes a page's place in the hands of `torch.utils.checkpoint`.
+
+    [Note: Recomputation before pages] A checkpoint recomputes its region when the first tensor
+    saved in it is asked for. If that is asked of the checkpoint before any page is brought in,
+    recomputation finds the whole device budget free.
+    """
+
+    saved: SavedView
+
+    @classmethod
+    def of(cls, saved: SavedView) -> PageTicket:
+        """Return the ticket for `saved`."""
+        ticket: Any = torch.Tensor._make_subclass(cls, torch.empty(0))
+        ticket.saved = saved
+        return ticket  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Stay a ticket when detached; answer metadata."""
+        del types
+        if func is torch.Tensor.detach:
+            return args[0]
+        with DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True, slots=True)
 class SavedByOuter:
     """What the hooks around ours (a checkpoint's, the user's) made of a tensor."""
@@ -73,8 +113,9 @@ class SavedByOuter:
     unpack: Callable[[Any], Any]
 
     def load(self) -> Any:
-        """Return what the outer hooks make of it."""
-        return self.unpack(self.packed)
+        """Return what the outer hooks make of it, or the page it was a ticket for."""
+        result = self.unpack(self.packed)
+        return result.saved.load() if isinstance(result, PageTicket) else result
 
 
 def unpack(saved: SavedView | SavedPlain | SavedByOuter) -> Any:
@@ -90,19 +131,15 @@ def page_saving(registry: ResidentPages) -> Iterator[None]:
     is not a page: both kinds of `torch.utils.checkpoint` and user hooks keep working.
     """
     autograd = torch._C._autograd
-    outer = autograd._top_saved_tensors_default_hooks(False)
+    outer: Any = autograd._top_saved_tensors_default_hooks(False)
 
     def pack(tensor: torch.Tensor) -> Any:
         page = registry.find(tensor)
         if page is not None:
-            return SavedView(
-                page,
-                tensor.size(),
-                tensor.stride(),
-                tensor.storage_offset(),
-                tensor.dtype,
-                page.version,
-            )
+            view = SavedView.of(page, tensor)
+            if outer is not None and _is_checkpoint(outer[0]):
+                return SavedByOuter(outer[0](PageTicket.of(view)), outer[1])
+            return view
         if outer is not None:
             return SavedByOuter(outer[0](tensor), outer[1])
         return SavedPlain(tensor.detach(), tensor._version)
@@ -112,3 +149,7 @@ def page_saving(registry: ResidentPages) -> Iterator[None]:
         yield
     finally:
         autograd._pop_saved_tensors_default_hooks()
+
+
+def _is_checkpoint(pack: Callable[..., Any]) -> bool:
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"

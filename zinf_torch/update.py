@@ -68,9 +68,7 @@ class ParameterUpdate:
         dtype = torch.float32 if self.has_master else self.param.dtype
         if self.has_master and self.master is None:
             self.master = self._make_page(StateKind.MASTER, "", self._like(dtype))
-        self._forecast = forecast_state(
-            optimizer_class, group, ndim=self.param.ndim, dtype=dtype
-        )
+        self._forecast = forecast_state(optimizer_class, group, ndim=self.param.ndim, dtype=dtype)
         if self._forecast is not None and self.param.requires_grad:
             for path, state_dtype in self._forecast.full_shape:
                 self._state_page(path, self._like(state_dtype))

@@ -77,8 +77,7 @@ def _fit_together(group: SubGroup, following: SubGroup, available_nbytes: int) -
 def _borrow(desk: LoanDesk, group: SubGroup) -> list[Loan]:
     loans: list[Loan] = []
     try:
-        for use in group.uses:
-            loans.append(desk.borrow(use.page))
+        loans.extend(desk.borrow(use.page) for use in group.uses)
     except BaseException:
         for loan in loans:
             desk.give_back(loan, written=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from zinf_core.buffers import Buffer
-from zinf_core.completion import Completion
 from zinf_core.keys import TensorKey
 from zinf_core.runtime.pool import Lease
 from zinf_core.runtime.residency import Residency, check_transition
+from zinf_core.runtime.transfers import Transfer
 
 
 class PageClient(Protocol):
@@ -55,7 +55,7 @@ class Page:
         """The home tier holds bytes that were written, perhaps older ones than memory."""
         self.lease: Lease | None = None
         self.view: Any = None
-        self.transfer: Completion | None = None
+        self.transfer: Transfer | None = None
         self.wanted = False
         """Asked for while it was written back: keep it resident afterwards."""
         self.pins = 0

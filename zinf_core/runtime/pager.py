@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -84,7 +84,12 @@ class Pager:
         with self._lock:
             self._settle(page)
             if page.residency is Residency.ABSENT:
-                self._open(page, self._lease_device(page))
+                lease = (
+                    None
+                    if page.mapped
+                    else self._lease(self.device_pool, page.nbytes, str(page.key))
+                )
+                self._open(page, lease)
                 page.become(Residency.DIRTY)
                 self._emit(EventKind.CREATE, page)
             else:
@@ -219,16 +224,17 @@ class Pager:
             return
         if not page.stored:
             raise InternalError(f"{page.key} was used before it was given a value")
-        lease = self._lease_device(page)
+        lease = self._lease(self.device_pool, page.nbytes, str(page.key))
         page.become(Residency.FETCHING)
         self._emit(EventKind.DEMAND_FETCH, page)
         try:
-            page.transfer = self.submit_read(page, lease.buffer, partial(self._fetched, page, lease))
+            transfer = self.submit_read(page, lease.buffer, partial(self._fetched, page, lease))
         except BaseException:
             page.become(Residency.ABSENT)
             lease.release()
             raise
-        self._transfers.wait(page.transfer)
+        page.transfer = transfer
+        self._transfers.wait(transfer)
 
     def _fetched(self, page: Page, lease: Lease, error: Exception | None) -> None:
         page.transfer = None
@@ -290,12 +296,13 @@ class Pager:
     def _write_back(self, page: Page, lease: Lease) -> None:
         page.become(Residency.WRITING_BACK)
         try:
-            page.transfer = self.submit_write(page, lease.buffer, partial(self._written_back, page))
+            transfer = self.submit_write(page, lease.buffer, partial(self._written_back, page))
         except BaseException:
             self._written_back(page, InternalError("the write was not submitted"))
             raise
-        if page.transfer.completion.done():
-            self._transfers.wait(page.transfer)
+        page.transfer = transfer
+        if transfer.completion.done():
+            self._transfers.wait(transfer)
 
     def _written_back(self, page: Page, error: Exception | None) -> None:
         page.transfer = None
@@ -308,11 +315,6 @@ class Pager:
         else:
             page.stored = True
             self._close(page)
-
-    def _lease_device(self, page: Page) -> Lease | None:
-        if page.mapped:
-            return None
-        return self._lease(self.device_pool, page.nbytes, str(page.key))
 
     def _lease(self, pool: BufferPool, nbytes: int, what: str) -> Lease:
         collected = False
@@ -367,5 +369,3 @@ class Pager:
             event = Event(kind, page.key, page.home, page.nbytes)
             for observer in self._observers:
                 observer(event)
-
-

@@ -48,7 +48,7 @@ class TransfersInFlight:
         error: Exception | None = None
         try:
             transfer.completion.wait()
-        except Exception as exc:  # noqa: BLE001 - handed to finish and raised below
+        except Exception as exc:
             if not transfer.completion.done():
                 raise
             error = exc
@@ -72,14 +72,9 @@ class TransfersInFlight:
 
     def wait_oldest(self) -> bool:
         """Block until the oldest transfer is finished; return False if there is none."""
-        while self._queue:
-            transfer = self._queue[0]
-            if not transfer.finished:
-                try:
-                    self.wait(transfer)
-                finally:
-                    if transfer.finished:
-                        self._queue.popleft()
-                return True
+        while self._queue and self._queue[0].finished:
             self._queue.popleft()
-        return False
+        if not self._queue:
+            return False
+        self.wait(self._queue[0])
+        return True
