@@ -40,7 +40,7 @@ class CompletedTransfer:
         """Return at once, or raise the error. `timeout_s` is not needed and ignored."""
         del timeout_s
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
 
 
 def wait_all(completions: Iterable[Completion]) -> None:

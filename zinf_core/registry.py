@@ -30,7 +30,7 @@ class TierUrl:
 
     @classmethod
     def parse(cls, url: str) -> TierUrl:
-        """Return the parts of `url`. Raises ConfigError without a scheme or for a repeated option."""
+        """Return the parts of `url`. Raises ConfigError for no scheme or a repeated option."""
         scheme, separator, rest = url.partition("://")
         if not separator or not scheme:
             raise ConfigError(f"tier {url!r} is not of the form scheme://path?option=value")

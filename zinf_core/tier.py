@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 from zinf_core.buffers import Buffer
-from zinf_core.capabilities import TierCapabilities, TierUsage
+from zinf_core.capabilities import MemorySpace, TierCapabilities, TierUsage
 from zinf_core.completion import Completion
 from zinf_core.errors import AlignmentError, ConfigError, RangeError, UnsupportedBufferError
 from zinf_core.keys import Extent, TensorKey
@@ -131,7 +131,7 @@ def validate_transfer(
     `stored_nbytes` is the key's logical size. Raises RangeError, AlignmentError,
     UnsupportedBufferError, or ConfigError when `buffer` is not a Buffer.
     """
-    if not isinstance(buffer, Buffer):
+    if not isinstance(getattr(buffer, "space", None), MemorySpace):
         raise ConfigError(f"{tier_name}: {type(buffer).__name__} is not a Buffer")
     if buffer.space not in capabilities.memory_spaces:
         spaces = ", ".join(sorted(space.value for space in capabilities.memory_spaces))

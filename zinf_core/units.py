@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Final
 
 from zinf_core.errors import ConfigError
@@ -20,7 +21,7 @@ _UNITS: Final = {
     "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
-_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_PATTERN: Final = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_nbytes(value: int | str, *, what: str = "size") -> int:
@@ -40,17 +41,17 @@ def parse_nbytes(value: int | str, *, what: str = "size") -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ConfigError(f'{what} = {value!r} is not a size; write bytes or text like "16GiB"')
-    nbytes = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
-    if nbytes != int(nbytes):
+    nbytes = Fraction(match[1]) * unit
+    if nbytes.denominator != 1:
         raise ConfigError(f"{what} = {value!r} is not a whole number of bytes")
-    return int(nbytes)
+    return nbytes.numerator
 
 
 def format_nbytes(nbytes: int) -> str:
     """Return `nbytes` for people: ``"1.50 GiB"``, ``"512 B"``."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
+        if abs(round(size, 2)) < 1024:
             return f"{int(size)} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"

@@ -58,11 +58,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._master_weights = master_weights
         self._stand_ins = StandIns(optimizer_class)
         self._inner = self._stand_ins.build(list(params), options)
-        self._updates: dict[torch.Tensor, ParameterUpdate] = {}
         self._attributes: dict[str, int | float | str] = {}
         """Counters the wrapped class keeps on itself, as they were when the step began: every
         sub-group starts from them, so that they advance once per step."""
         super().__init__([nn.Parameter(torch.empty(0))], dict(self._inner.defaults))
+        self._updates: dict[torch.Tensor, ParameterUpdate] = {}
         self.param_groups: list[dict[str, Any]] = []
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for group in self._inner.param_groups:
@@ -153,7 +153,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         try:
             for member in members:
                 construct = partial(self._constructed_state, member.param, options)
-                member.open(self.state[member.param], remaining, construct)
+                member.open(self.state.get(member.param, {}), remaining, construct)
                 opened.append(member)
             inner.param_groups = [{**options, "params": [m.working for m in opened]}]
             inner.state = defaultdict(dict, {m.working: m.working_state for m in opened})
@@ -162,10 +162,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
             if opened:
                 group = {**inner.param_groups[0]}
                 group.pop("params")
-            states = {member: inner.state.get(member.working, {}) for member in opened}
+            states = {member: inner.state.get(member.working) for member in opened}
             inner.param_groups, inner.state = idle_groups, idle_state
             for member in opened:
-                self.state[member.param] = member.close(states.pop(member))
+                state = states.pop(member)
+                closed = member.close(state or {})
+                if state is not None and (state or member.param in self.state):
+                    self.state[member.param] = closed
         return group
 
     def _constructed_state(

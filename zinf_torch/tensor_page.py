@@ -286,4 +286,4 @@ def _placeholder(like: torch.Tensor) -> torch.Tensor:
     shows, where the dtype has one."""
     with torch.inference_mode(mode=False):
         fill = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
-        return torch.full((1,), fill, dtype=like.dtype, device="cpu").expand(like.shape)
+        return torch.full((), fill, dtype=like.dtype, device="cpu").expand(like.shape)

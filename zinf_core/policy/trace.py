@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
 
 from zinf_core.keys import TensorKey
+
+MAX_RECORDED: Final = 1 << 17
+"""Accesses remembered of an iteration that does not end, such as a long generation: the last."""
 
 
 class Trace:
@@ -13,7 +18,7 @@ class Trace:
 
     __slots__ = ("_steps", "keys")
 
-    def __init__(self, keys: Sequence[TensorKey]) -> None:
+    def __init__(self, keys: Iterable[TensorKey]) -> None:
         """Index `keys`; the position of a key in it is its access step."""
         self.keys = tuple(keys)
         self._steps: dict[TensorKey, list[int]] = {}
@@ -50,7 +55,7 @@ class TraceCursor:
     def __init__(self) -> None:
         """Start without a known iteration."""
         self._previous: Trace | None = None
-        self._recording: list[TensorKey] = []
+        self._recording: deque[TensorKey] = deque(maxlen=MAX_RECORDED)
         self._step = -1
 
     def advance(self, key: TensorKey) -> None:
@@ -66,7 +71,7 @@ class TraceCursor:
         """Make what was recorded the known iteration, if anything was, and start anew."""
         if self._recording:
             self._previous = Trace(self._recording)
-            self._recording = []
+            self._recording.clear()
             self._step = -1
 
     def next_use(self, key: TensorKey) -> int | None:

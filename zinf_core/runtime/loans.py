@@ -14,7 +14,6 @@ from zinf_core.runtime.pager import Pager
 from zinf_core.runtime.pool import Lease
 from zinf_core.runtime.residency import Residency
 from zinf_core.runtime.transfers import Transfer
-from zinf_core.tier import SupportsMap
 
 _HOST_SPACES = frozenset({MemorySpace.HOST, MemorySpace.HOST_PINNED})
 
@@ -50,11 +49,13 @@ class LoanDesk:
         pager = self._pager
         with pager.lock:
             pager.settle_page(page)
+            if read and not page.has_bytes:
+                raise InternalError(f"{page.key} was used before it was given a value")
             if page.view is not None or page.mapped:
                 return self._lend_resident(page, read=read)
-            tier = pager.tiers[page.home]
-            if isinstance(tier, SupportsMap) and tier.capabilities.memory_spaces & _HOST_SPACES:
-                return Loan(page, tier.map(page.key), None, None, pinned=False)
+            own = pager.home_buffer(page)
+            if own is not None and own.space in _HOST_SPACES:
+                return Loan(page, own, None, None, pinned=False)
             lease = pager.lease_host(page.nbytes)
             loan = Loan(page, lease.buffer, lease, None, pinned=False)
             if read:
@@ -87,25 +88,29 @@ class LoanDesk:
                 pager.unpin(loan.page)
                 if written:
                     pager.mark_dirty(loan.page)
-            elif loan.lease is None:
+                return
+            fetched_meanwhile = written and loan.page.residency is not Residency.ABSENT
+            if loan.lease is None:
                 loan.page.stored = loan.page.stored or written
-            elif written:
-                if loan.page.residency is not Residency.ABSENT:
-                    raise InternalError(f"{loan.page.key} was fetched while it was lent out")
+            elif written and not fetched_meanwhile:
                 pager.write_home(loan.page, loan.lease)
             else:
                 loan.lease.release()
+            if fetched_meanwhile:
+                raise InternalError(f"{loan.page.key} was fetched while it was lent out")
 
     @contextmanager
     def lent(self, page: Page, *, read: bool = True, write: bool = False) -> Iterator[Buffer]:
         """Borrow for the duration of a block; blocks until the bytes are there.
 
-        With `write`, the buffer becomes the page's bytes unless the block raises.
+        With `write`, the buffer becomes the page's bytes. If the block raises, a copy is thrown
+        away; where the buffer is the page's own memory, what was written stays.
         """
         loan = self.borrow(page, read=read)
         written = False
         try:
             self.wait(loan)
+            written = write and loan.lease is None
             yield loan.buffer
             written = write
         finally:
@@ -113,22 +118,16 @@ class LoanDesk:
 
     def _drain(self, loan: Loan) -> None:
         """Have no read in flight into the loan's memory, whatever became of it."""
-        transfer, loan.transfer = loan.transfer, None
-        if transfer is not None and not transfer.finished:
+        if loan.transfer is not None and not loan.transfer.finished:
             with suppress(ZinfError):  # whoever needed the bytes waits for them and sees it
-                self._pager.wait(transfer)
+                self._pager.wait(loan.transfer)
+        loan.transfer = None
 
     def _lend_resident(self, page: Page, *, read: bool) -> Loan:
         if page.view is None and not read:
             self._pager.create(page)
         self._pager.pin(page)
-        buffer = page.lease.buffer if page.lease is not None else self._mapped(page)
-        if buffer.space not in _HOST_SPACES:
-            raise InternalError(f"{page.key} is resident in {buffer.space.value} memory")
-        return Loan(page, buffer, None, None, pinned=True)
-
-    def _mapped(self, page: Page) -> Buffer:
-        tier = self._pager.tiers[page.home]
-        if not isinstance(tier, SupportsMap):
-            raise InternalError(f"tier {page.home} is the device and cannot map its keys")
-        return tier.map(page.key)
+        own = self._pager.home_buffer(page) if page.lease is None else page.lease.buffer
+        if own is None or own.space not in _HOST_SPACES:
+            raise InternalError(f"{page.key} is resident where the host cannot reach it")
+        return Loan(page, own, None, None, pinned=True)

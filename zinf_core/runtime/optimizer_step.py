@@ -7,6 +7,7 @@ read and the one before is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from zinf_core.errors import BudgetExceededError
@@ -50,23 +51,20 @@ def stream_sub_groups(
     ahead: list[Loan] = []
     try:
         for index, group in enumerate(sub_groups):
-            loans = ahead or _borrow(desk, group)
-            ahead = []
+            loans, ahead = ahead or _borrow(desk, group), []
             following = sub_groups[index + 1] if index + 1 < len(sub_groups) else None
-            if following is not None and _fit_together(group, following, available_nbytes):
-                ahead = _borrow_ahead(desk, following)
             ready = False
             try:
+                if following is not None and _fit_together(group, following, available_nbytes):
+                    ahead = _borrow_ahead(desk, following)
                 for loan in loans:
                     desk.wait(loan)
                 ready = True
                 update(index, loans)
             finally:
-                for loan, use in zip(loans, group.uses, strict=True):
-                    desk.give_back(loan, written=ready and use.written)
+                _give_back(desk, loans, [ready and use.written for use in group.uses])
     finally:
-        for loan in ahead:
-            desk.give_back(loan, written=False)
+        _give_back(desk, ahead, [False] * len(ahead))
 
 
 def _fit_together(group: SubGroup, following: SubGroup, available_nbytes: int) -> bool:
@@ -74,13 +72,19 @@ def _fit_together(group: SubGroup, following: SubGroup, available_nbytes: int) -
     return complete and group.working_nbytes + following.working_nbytes <= available_nbytes
 
 
+def _give_back(desk: LoanDesk, loans: Sequence[Loan], written: Sequence[bool]) -> None:
+    """Give all loans back, also if one fails."""
+    with ExitStack() as stack:
+        for loan, is_written in zip(loans, written, strict=True):
+            stack.callback(desk.give_back, loan, written=is_written)
+
+
 def _borrow(desk: LoanDesk, group: SubGroup) -> list[Loan]:
     loans: list[Loan] = []
     try:
         loans.extend(desk.borrow(use.page) for use in group.uses)
     except BaseException:
-        for loan in loans:
-            desk.give_back(loan, written=False)
+        _give_back(desk, loans, [False] * len(loans))
         raise
     return loans
 

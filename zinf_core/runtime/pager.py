@@ -14,6 +14,7 @@ from zinf_core.errors import (
     BudgetExceededError,
     InternalError,
     KeyAbsentError,
+    KeyExistsError,
     PoolExhaustedError,
 )
 from zinf_core.keys import StateKind, TensorKey
@@ -25,7 +26,7 @@ from zinf_core.runtime.pool import BufferPool, Lease
 from zinf_core.runtime.residency import Residency
 from zinf_core.runtime.transfers import Finish, Transfer, TransfersInFlight
 from zinf_core.tier import SupportsMap, Tier
-from zinf_core.units import format_nbytes
+from zinf_core.units import align_up, format_nbytes
 
 
 class Pager:
@@ -46,6 +47,7 @@ class Pager:
     ) -> None:
         """Serve `tiers`; neither they nor the pools are closed by the pager."""
         self.tiers = dict(tiers)
+        self._mappable = {name: t for name, t in tiers.items() if isinstance(t, SupportsMap)}
         self.device_pool = device_pool
         self.host_pool = host_pool
         self._observers = tuple(observers)
@@ -70,11 +72,18 @@ class Pager:
         if tier is None:
             raise KeyAbsentError(f"no tier {home!r} for {key}; there are {sorted(self.tiers)}")
         with self._lock:
+            if key in self._pages:
+                raise KeyExistsError(f"{key} is paged already, at home on {self._pages[key].home}")
             tier.reserve(key, nbytes)
             page = Page(key, nbytes, home, client)
             page.mapped = home == "device"
             self._pages[key] = page
             return page
+
+    def home_buffer(self, page: Page) -> Buffer | None:
+        """Return the page's own bytes on its home tier if they can be used in place."""
+        tier = self._mappable.get(page.home)
+        return None if tier is None else tier.map(page.key)
 
     def create(self, page: Page) -> Any:
         """Return the view of a page that gets new bytes, all of which the caller writes.
@@ -144,8 +153,8 @@ class Pager:
         """Forget the page and free its room at home."""
         with self._lock:
             self.drop(page)
-            del self._pages[page.key]
             self.tiers[page.home].discard(page.key)
+            self._pages.pop(page.key, None)
 
     def evict_all(self) -> None:
         """Write back what is dirty and give up every page that nobody holds. Blocks."""
@@ -184,16 +193,14 @@ class Pager:
     def submit_read(self, page: Page, dst: Buffer, finish: Finish) -> Transfer:
         """Submit a read of the whole page from its home tier into `dst`."""
         with self._lock:
-            completion = self.tiers[page.home].read_into(page.key, dst)
             self._emit(EventKind.READ, page)
-            return self._transfers.add(completion, finish)
+            return self._transfers.add(self.tiers[page.home].read_into(page.key, dst), finish)
 
     def submit_write(self, page: Page, src: Buffer, finish: Finish) -> Transfer:
         """Submit a write of the whole page from `src` to its home tier."""
         with self._lock:
-            completion = self.tiers[page.home].write_from(page.key, src)
             self._emit(EventKind.WRITE, page)
-            return self._transfers.add(completion, finish)
+            return self._transfers.add(self.tiers[page.home].write_from(page.key, src), finish)
 
     def write_home(self, page: Page, lease: Lease) -> None:
         """Take over `lease`, which holds newer bytes of an absent page, and write them home.
@@ -254,17 +261,12 @@ class Pager:
                 page.wanted = False
 
     def _open(self, page: Page, lease: Lease | None) -> None:
-        if page.mapped:
-            tier = self.tiers[page.home]
-            if not isinstance(tier, SupportsMap):
-                raise InternalError(f"tier {page.home} is the device and cannot map its keys")
-            buffer = tier.map(page.key)
-        elif lease is not None:
-            buffer = lease.buffer
+        if lease is not None:
             page.lease = lease
             self._resident[page.key] = page
-        else:
-            raise InternalError(f"{page.key} has no memory")
+        buffer = self.home_buffer(page) if lease is None else lease.buffer
+        if buffer is None:
+            raise InternalError(f"tier {page.home} is the device and cannot map {page.key}")
         page.view = page.client.open_view(buffer)
 
     def _close(self, page: Page) -> None:
@@ -280,12 +282,12 @@ class Pager:
         lease = page.lease
         if lease is None:
             return False
-        if page.client.was_written() and page.residency is Residency.RESIDENT:
-            page.become(Residency.DIRTY)
         page.view = None
         if lease.buffer.is_shared():
             page.view = page.client.open_view(lease.buffer)
             return False
+        if page.client.was_written() and page.residency is Residency.RESIDENT:
+            page.become(Residency.DIRTY)
         self._emit(EventKind.EVICT, page)
         if page.residency is Residency.RESIDENT:
             self._close(page)
@@ -321,12 +323,27 @@ class Pager:
         while True:
             with suppress(PoolExhaustedError):
                 return pool.lease_nowait(nbytes)
-            if self._transfers.reap() or self._evict_one(pool) or self._transfers.wait_oldest():
+            if self._make_room(pool, nbytes):
                 continue
             if collected:
                 raise BudgetExceededError(self._explain(pool, nbytes, what))
             collected = True
             gc.collect()  # views may hang in reference cycles, as after an exception
+
+    def _make_room(self, pool: BufferPool, nbytes: int) -> bool:
+        """Take one step towards room for `nbytes`; False if none is left to take."""
+        if self._transfers.reap():
+            return True
+        usage = pool.usage()
+        room = usage.budget_nbytes - usage.leased_nbytes
+        coming = sum(
+            align_up(page.nbytes)
+            for page in self._resident.values()
+            if page.transfer is not None and page.lease is not None and page.lease.pool is pool
+        )
+        if room + coming < align_up(nbytes) and self._evict_one(pool):
+            return True
+        return self._transfers.wait_oldest() or self._evict_one(pool)
 
     def _evict_one(self, pool: BufferPool) -> bool:
         """Evict the best victim whose memory is not held elsewhere; False if there is none."""

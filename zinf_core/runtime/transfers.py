@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,20 +23,20 @@ class Transfer:
 class TransfersInFlight:
     """Transfers in order of submission. Guarded by the lock of its owner."""
 
-    __slots__ = ("_queue",)
+    __slots__ = ("_pending",)
 
     def __init__(self) -> None:
         """Start with none."""
-        self._queue: deque[Transfer] = deque()
+        self._pending: dict[Transfer, None] = {}
 
     def __len__(self) -> int:
         """Return how many are not finished."""
-        return sum(not transfer.finished for transfer in self._queue)
+        return len(self._pending)
 
     def add(self, completion: Completion, finish: Finish) -> Transfer:
         """Take over `completion`; `finish` runs when it is found to be done."""
         transfer = Transfer(completion, finish)
-        self._queue.append(transfer)
+        self._pending[transfer] = None
         return transfer
 
     def wait(self, transfer: Transfer) -> None:
@@ -54,6 +53,7 @@ class TransfersInFlight:
             error = exc
         if not transfer.finished:
             transfer.finished = True
+            del self._pending[transfer]
             transfer.finish(error)
         if error is not None:
             raise error
@@ -63,18 +63,15 @@ class TransfersInFlight:
 
         Raises the first error found, after finishing that transfer.
         """
-        done = [t for t in self._queue if t.finished or t.completion.done()]
+        done = [transfer for transfer in self._pending if transfer.completion.done()]
         for transfer in done:
-            self._queue.remove(transfer)
-            if not transfer.finished:
-                self.wait(transfer)
+            self.wait(transfer)
         return bool(done)
 
     def wait_oldest(self) -> bool:
         """Block until the oldest transfer is finished; return False if there is none."""
-        while self._queue and self._queue[0].finished:
-            self._queue.popleft()
-        if not self._queue:
+        oldest = next(iter(self._pending), None)
+        if oldest is None:
             return False
-        self.wait(self._queue[0])
+        self.wait(oldest)
         return True

@@ -28,7 +28,7 @@ from zinf_torch.train.loop import (
     read_traffic,
     train_steps,
 )
-from zinf_torch.train.memory import release_unused, rss_nbytes
+from zinf_torch.train.memory import release_unused, return_freed_blocks, rss_nbytes
 from zinf_torch.train.optimizer_choice import OptimizerChoice, choose_optimizer
 from zinf_torch.train.report import Reporter
 from zinf_torch.train.source import open_source
@@ -74,6 +74,7 @@ def train(config: TrainConfig, reporter: Reporter, *, json_path: Path | None = N
     if json_path is not None and not json_path.parent.is_dir():
         raise ConfigError(f"--json {json_path}: the folder {json_path.parent} does not exist")
     transformers.logging.set_verbosity_error()
+    return_freed_blocks()
     plan = _make_plan(config, reporter)
     record = _Record()
     with _open_runtime(config) as runtime:

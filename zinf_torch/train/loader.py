@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from zinf_core.errors import ConfigError
 from zinf_torch.api import Runtime
+from zinf_torch.budget import device_requirement
 from zinf_torch.train.config import FloatType, ModelConfig, TrainConfig
 from zinf_torch.train.source import ModelSource, Weights, refuse_unreadable
 from zinf_torch.train.tokenizer import Tokenizer
@@ -38,7 +39,8 @@ def draw_blueprint(source: ModelSource, config: TrainConfig) -> Blueprint:
     """Return the checked plan of the model in `source`.
 
     Raises ConfigError if the model is no causal language model, is too short for the sequences, or
-    its stored tensors are missing, left over or of the wrong shape.
+    its stored tensors are missing, left over or of the wrong shape; BudgetTooSmallError if the
+    device budget cannot hold what one operation needs.
     """
     hub_config = source.read_config()
     longest = getattr(hub_config, "max_position_embeddings", None)
@@ -49,9 +51,10 @@ def draw_blueprint(source: ModelSource, config: TrainConfig) -> Blueprint:
         )
     try:
         with torch.device("meta"):
-            twin = AutoModelForCausalLM.from_config(hub_config)
+            twin = AutoModelForCausalLM.from_config(hub_config, dtype=DTYPES[config.model.dtype])
     except Exception as exc:
         raise refuse_unreadable(f"{source.name}: causal language model", exc) from exc
+    device_requirement(twin, _is_paged).check("device", config.budget.device, fixed_nbytes=0)
     weights = source.open_weights([name for name, _ in _named_tensors(twin)])
     if weights is not None:
         _check_weights(twin, weights, source.name)
@@ -98,6 +101,11 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
             stored_name = weights.find(name)
             if stored_name is not None:
                 tensor.copy_(weights.read(stored_name, tensor.dtype))
+
+
+def _is_paged(parameter: nn.Parameter) -> bool:
+    """Return whether there is anything to page."""
+    return parameter.numel() > 0
 
 
 def _recompute_activations(model: Any) -> None:

@@ -1,0 +1,197 @@
+"""The kit against tiers with one bug each: the check made for that bug must fail, by name.
+
+A check that passes here catches nothing. That the same checks pass on sound tiers is in
+test_reference_tiers.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import planted_bytes
+import planted_state
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from zinf_core.keys import TensorKey
+from zinf_core.testing import (
+    DeferredTier,
+    DictTier,
+    FaultyTier,
+    Operation,
+    TierSuite,
+    failures_of,
+    latest,
+    machine_for,
+)
+from zinf_core.tier import Tier
+from zinf_core.units import MiB
+
+Open = Callable[[], Tier]
+
+
+class PlantedSuite(TierSuite):
+    """Suite of whatever `open_one` opens, with DictTier's back door."""
+
+    timeout_s = 0.2
+
+    def __init__(self, open_one: Open) -> None:
+        self._open_one = open_one
+
+    def open_tier(self, folder: Path) -> Tier:
+        return self._open_one()
+
+    def peek(self, tier: Tier, key: TensorKey) -> bytes | None:
+        return bytes(tier._stored[key]) if isinstance(tier, DictTier) else None
+
+    def poke(self, tier: Tier, key: TensorKey, data: bytes) -> bool:
+        if isinstance(tier, DictTier):
+            tier._stored[key] = data
+        return isinstance(tier, DictTier)
+
+    def fail_next(self, tier: Tier, operation: Operation) -> bool:
+        if isinstance(tier, FaultyTier):
+            tier.fail_next(operation, damage=operation is Operation.WRITE)
+        return isinstance(tier, FaultyTier)
+
+
+def _deferred(kind: type[DeferredTier]) -> Open:
+    return lambda: kind(DictTier(), order=latest)
+
+
+def _faulty(kind: type[FaultyTier]) -> Open:
+    return lambda: kind(DictTier())
+
+
+def _persistent(kind: Callable[[dict[TensorKey, bytes]], Tier]) -> Open:
+    medium: dict[TensorKey, bytes] = {}
+    return lambda: kind(medium)
+
+
+CAUGHT: list[tuple[Open, str]] = [
+    (planted_bytes.AgreeingErrors, "test_law_01_written_is_stored"),
+    (planted_bytes.AgreeingErrors, "test_law_01_stored_is_read"),
+    (planted_bytes.ShortRead, "test_law_01_written_is_read"),
+    (planted_state.Overlapping, "test_law_02_keys_are_apart"),
+    (planted_bytes.AliasedKeys, "test_law_02_look_alikes_are_apart"),
+    (planted_bytes.ReadOffByOne, "test_law_03_reads_are_exact"),
+    (planted_bytes.WriteClearsRest, "test_law_03_writes_are_exact"),
+    (planted_bytes.ShadowWriteLosesNeighbour, "test_law_03_side_by_side"),
+    (planted_bytes.StaleCache, "test_law_04_a_write_is_seen"),
+    (planted_bytes.ShortRead, "test_law_05_reads_are_whole"),
+    (planted_bytes.ShortRead, "test_law_05_many_in_flight"),
+    (planted_bytes.CompletesEarly, "test_law_06_done_means_done"),
+    (planted_bytes.AdoptsSource, "test_law_06_source_is_free"),
+    (planted_bytes.LateStore, "test_law_06_destination_is_free"),
+    (planted_bytes.KeepsReference, "test_law_06_no_reference_is_kept"),
+    (planted_bytes.Overruns, "test_law_06_transfers_stay_inside"),
+    (planted_state.UsageDrifts, "test_law_07_usage_is_the_sum"),
+    (lambda: planted_state.DiscardLeaksRoom(capacity_nbytes=MiB), "test_law_07_room_is_used_again"),
+    (lambda: planted_state.FailedReserveLeaks(capacity_nbytes=MiB), "test_law_08_failed_reserve"),
+    (_faulty(planted_state.PartlyWritten), "test_law_09_failed_write"),
+    (_faulty(planted_state.FailureSwallowed), "test_law_09_failed_write"),
+    (_faulty(planted_state.FailsAtSubmit), "test_law_10_failures_come_from_wait"),
+    (_faulty(planted_state.FailsOnce), "test_law_10_failures_come_from_wait"),
+    (planted_state.RangeErrorAtWait, "test_law_10_bad_ranges"),
+    (planted_state.NoAlignmentCheck, "test_law_10_misalignment"),
+    (planted_state.TakesAnyMemory, "test_law_10_bad_buffers"),
+    (planted_state.DiscardIgnoresAbsent, "test_law_11_absent_keys"),
+    (planted_state.WriteCreates, "test_law_11_absent_keys"),
+    (_deferred(planted_state.CloseForgets), "test_law_12_close_settles"),
+    (planted_state.ClosesOnce, "test_law_12_closed_tiers_refuse"),
+    (planted_state.OpenAfterClose, "test_law_12_closed_tiers_refuse"),
+    (planted_state.SharedScratch, "test_law_13_threads"),
+    (planted_state.OneThreadOnly, "test_law_13_another_thread_may_wait"),
+    (_persistent(planted_state.OpenTruncates), "test_law_14_reopening"),
+    (_persistent(planted_state.OpenTruncates), "test_law_14_without_flush"),
+    (_persistent(planted_state.FlushForgetsOne), "test_law_14_reopening"),
+    (_deferred(planted_state.DiscardFreesTooEarly), "test_discard_spares_transfers"),
+    (_deferred(planted_state.DiscardFreesTooEarly), "test_discard_ends_late_writes"),
+    (planted_state.LiveKeys, "test_keys_is_a_snapshot"),
+]
+
+
+@pytest.mark.parametrize(("open_one", "check"), CAUGHT)
+def test_suite_catches(open_one: Open, check: str, tmp_path: Path) -> None:
+    """Catches a check that lets through the bug it was written for."""
+    failed = failures_of(PlantedSuite(open_one), tmp_path, only=check)
+    assert {name.partition("[")[0] for name in failed} == {check}
+
+
+@pytest.fixture
+def stop() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+def test_suite_catches_threads_left_behind(stop: threading.Event, tmp_path: Path) -> None:
+    """Catches a close check that does not look at threads."""
+    check = "test_law_12_close_releases"
+    suite = PlantedSuite(lambda: planted_state.LeavesThread(stop))
+    assert set(failures_of(suite, tmp_path, only=check)) == {check}
+
+
+@pytest.mark.slow
+def test_suite_passes_a_sound_tier(tmp_path: Path) -> None:
+    """Catches a runner that reports failures of its own making."""
+    suite = PlantedSuite(lambda: FaultyTier(DictTier(capacity_nbytes=16 * MiB)))
+    suite.timeout_s = 30.0
+    assert failures_of(suite, tmp_path) == {}
+
+
+def test_every_law_has_a_test() -> None:
+    """Catches a law that is written down and checked by nothing."""
+    names = [name for name in dir(TierSuite) if name.startswith("test_law_")]
+    assert {int(name.split("_")[2]) for name in names} == set(range(1, 15))
+
+
+def test_every_test_of_a_law_has_a_planted_bug() -> None:
+    """Catches a new check that nobody has seen fail."""
+    tried = {check for _, check in CAUGHT} | {"test_law_12_close_releases"}
+    assert {name for name in dir(TierSuite) if name.startswith("test_law_")} == {
+        name for name in tried if name.startswith("test_law_")
+    }
+
+
+MACHINE_CATCHES: list[Open] = [
+    planted_bytes.ShortRead,
+    planted_bytes.ReadOffByOne,
+    planted_bytes.WriteClearsRest,
+    planted_bytes.ShadowWriteLosesNeighbour,
+    planted_bytes.StaleCache,
+    planted_bytes.CompletesEarly,
+    planted_bytes.AdoptsSource,
+    planted_state.UsageDrifts,
+    planted_state.WriteCreates,
+    planted_state.DiscardIgnoresAbsent,
+    lambda: planted_state.FailedReserveLeaks(capacity_nbytes=MiB),
+    _persistent(planted_state.OpenTruncates),
+    _persistent(planted_state.FlushForgetsOne),
+    _deferred(planted_state.CloseForgets),
+    _deferred(planted_state.DiscardFreesTooEarly),
+]
+
+
+@pytest.mark.parametrize("open_one", MACHINE_CATCHES)
+def test_machine_catches(open_one: Open) -> None:
+    """Catches a machine whose rules never meet, or whose model forgives."""
+    machine = machine_for(lambda folder: open_one(), timeout_s=0.5)
+    found = settings(
+        max_examples=200,
+        stateful_step_count=30,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises(BaseException, match=r".") as caught:
+        run_state_machine_as_test(machine, settings=found)
+    assert not isinstance(caught.value, KeyboardInterrupt)
