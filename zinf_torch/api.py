@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 from zinf_core.errors import BudgetTooSmallError, ConfigError, UnsupportedError
-from zinf_core.keys import StateKind, TensorKey
+from zinf_core.keys import StateKind
 from zinf_core.runtime.events import Observer, Traffic, TrafficCounter
 from zinf_core.runtime.loans import LoanDesk
 from zinf_core.runtime.pager import Pager
@@ -24,14 +22,21 @@ from zinf_core.units import format_nbytes, parse_nbytes
 from zinf_storage.allocators import PageAlignedAllocator
 from zinf_storage.host import HostTier
 from zinf_storage.machine import read_memory
-from zinf_torch.budget import Requirement, device_requirement
+from zinf_torch.attachment import Attachment, refuse_shared_memory
+from zinf_torch.budget import (
+    NOTHING,
+    Requirement,
+    at_home,
+    device_requirement,
+    page_nbytes,
+)
 from zinf_torch.deferred_init import parameters_on_registration
-from zinf_torch.gradients import Gradient
 from zinf_torch.homes import HomeRule, Homes
 from zinf_torch.optimizer import ParamGroups, StreamedOptimizer
 from zinf_torch.parameter import PagedParameter
+from zinf_torch.parameter_states import ParameterStates, PlannedState
 from zinf_torch.scratch import ScratchFolder
-from zinf_torch.tensor_page import ResidentPages, TensorPage
+from zinf_torch.tensor_page import TensorPage
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -117,10 +122,8 @@ class Runtime:
             observers=(self._traffic, *observers),
         )
         self.desk = LoanDesk(self.pager)
-        self._registry = ResidentPages()
-        self._names: dict[str, int] = {}
-        self._orphans: deque[list[TensorPage]] = deque()
-        """Pages of parameters that died; finalizers only append, `_bury` does the work."""
+        self._attachment = Attachment(self.pager, self.desk, self.homes)
+        self._device_requirement = NOTHING
         self._closed = False
 
     # -- model and optimizer -------------------------------------------------------------------
@@ -141,14 +144,15 @@ class Runtime:
             A parameter is on the meta device, not on the CPU, or shares memory with another.
         """
         self._check_open()
+        self._attachment.bury()
         named = list(model.named_parameters())
-        _refuse_shared_memory(named)
-        self._check_device(model)
+        refuse_shared_memory(named)
+        self._check_model(model)
         for name, param in named:
             if isinstance(param, PagedParameter):
-                self._rename(param, name)
+                self._attachment.rename(param, name)
             else:
-                self._page(param, name)
+                self._attachment.page(param, name)
         return model
 
     @contextmanager
@@ -257,36 +261,34 @@ class Runtime:
 
     # -- for the parts of this package ---------------------------------------------------------
 
-    def adopt(self, param: torch.Tensor, name: str) -> bool:
-        """Page `param` if it is a plain parameter; return whether an optimizer may have it.
+    def adopt(self, param: torch.Tensor, name: str) -> None:
+        """Page `param` if it is a plain parameter.
 
-        Raises UnsupportedError if it belongs to another runtime.
+        Raises UnsupportedError if it is none, or belongs to another runtime.
         """
         if isinstance(param, PagedParameter):
             if param.zinf_page.pager is not self.pager:
                 raise UnsupportedError(f"{param.zinf_page.label} belongs to another runtime")
         elif isinstance(param, nn.Parameter):
-            self._page(param, name)
+            self._attachment.page(param, name)
         else:
             raise UnsupportedError(
                 f"{name} is a {type(param).__name__}; zinf optimizes nn.Parameter objects"
             )
-        return True
 
     def make_state_page(
-        self, param: torch.Tensor, kind: StateKind, part: str, like: torch.Tensor
+        self, param: PagedParameter, kind: StateKind, part: str, like: torch.Tensor
     ) -> TensorPage:
         """Return a new page for a state of `param`, with room on its home tier."""
-        page: TensorPage = param.zinf_page  # type: ignore[attr-defined]
-        key = TensorKey.of(page.key.name, kind, part)
-        home = self.homes.home(page.label, kind)
-        state = TensorPage(self.pager, self._registry, key, like=like, home=home)
-        param.zinf_states.append(state)  # type: ignore[attr-defined]
-        return state
+        return self._attachment.state_page(param, kind, part, like)
 
-    def is_host_memory(self, home: str) -> bool:
-        """Return whether states at home there are updated in place."""
-        return home != "nvme"
+    def abandon(self, pages: list[TensorPage]) -> None:
+        """Have `pages` freed when the next model or optimizer comes. For finalizers."""
+        self._attachment.abandon(pages)
+
+    def home(self, param: PagedParameter, kind: StateKind) -> str:
+        """Return the home tier of a state of `param`."""
+        return self.homes.home(param.zinf_page.label, kind)
 
     def available_host_nbytes(self) -> int:
         """Return the host bytes that are free once everything in flight is done. Blocks."""
@@ -294,95 +296,49 @@ class Runtime:
         usage = self.pager.host_pool.usage()
         return usage.budget_nbytes - usage.leased_nbytes
 
-    def check_host(self, nbytes: int, param: torch.Tensor, optimizer: str) -> None:
-        """Raise BudgetTooSmallError if one update of `param` does not fit the host budget."""
-        if not isinstance(param, PagedParameter):
-            return
-        what = (
-            f"the {optimizer} step of {param.zinf_page.label} "
-            f"({list(param.shape)} {param.dtype}: weights, gradient and states)"
-        )
-        fixed = self.pager.tiers["host"].usage().allocated_nbytes
-        budget = self.pager.host_pool.budget_nbytes
-        Requirement(nbytes=nbytes, what=what).check("host", budget, fixed)
+    def check_states(
+        self, planned: Sequence[tuple[ParameterStates, list[PlannedState]]], optimizer: str
+    ) -> None:
+        """Raise BudgetTooSmallError unless what is planned and its largest update fit."""
+        fixed = {name: self._at_home(name) for name in ("device", "host")}
+        for _, wanted in planned:
+            for state in wanted:
+                if state.home in fixed:
+                    fixed[state.home] += state.nbytes
+        host, device = NOTHING, self._device_requirement
+        for states, _ in planned:
+            page = states.param.zinf_page
+            shape = f"{page.label} ({list(page.shape)} {page.dtype})"
+            if states.working_nbytes() > host.nbytes:
+                what = f"the {optimizer} step of {shape}: weights, gradient and states"
+                host = Requirement(nbytes=states.working_nbytes(), what=what)
+            if states.largest_state_nbytes() > device.nbytes:
+                what = f"an optimizer state of {shape}"
+                device = Requirement(nbytes=states.largest_state_nbytes(), what=what)
+        device.check("device", self.pager.device_pool.budget_nbytes, fixed["device"])
+        host.check("host", self.pager.host_pool.budget_nbytes, fixed["host"])
+        self._device_requirement = device
 
     # -- private -------------------------------------------------------------------------------
 
-    def _page(self, param: nn.Parameter, name: str) -> None:
-        if param.numel() == 0:
-            return
-        if param.device.type != "cpu":
-            remedy = (
-                "materialise it first, or build the model under runtime.deferred_init()"
-                if param.is_meta
-                else "move the model to the CPU first"
+    def _check_model(self, model: nn.Module) -> None:
+        """Raise BudgetTooSmallError unless the budgets hold what `model` needs of them."""
+        requirement = device_requirement(model, self.homes)
+        if requirement.nbytes < self._device_requirement.nbytes:
+            requirement = self._device_requirement
+        stays = Requirement(nbytes=0, what="the model")
+        for name, needs in (("device", requirement), ("host", stays)):
+            budget = self.usage()[name].budget_nbytes
+            coming = sum(
+                page_nbytes(param, param.dtype)
+                for param in at_home(model, self.homes, name)
+                if not isinstance(param, PagedParameter) or param.zinf_page.page.home != name
             )
-            raise UnsupportedError(f"{name} is on {param.device}; {remedy}")
-        self._bury()
-        key = TensorKey.of(self._unique(name), StateKind.PARAM)
-        with torch.inference_mode(mode=False):
-            home = self.homes.home(name, StateKind.PARAM)
-            page = TensorPage(self.pager, self._registry, key, like=param, home=home)
-            page.label = name
-            page.fill(param.data)
-            grad, param.grad = param.grad, None
-            param.__class__ = PagedParameter
-            paged: Any = param
-            page.adopt_handle(paged)
-            paged.zinf_states = [page]
-            paged.zinf_gradient = Gradient(paged, desk=self.desk, make_page=self._page_maker(paged))
-            paged.zinf_gradient.watch()
-            if grad is not None:
-                paged.grad = grad
-        weakref.finalize(param, self._orphans.append, paged.zinf_states).atexit = False
+            needs.check(name, budget, self._at_home(name) + coming)
+        self._device_requirement = requirement
 
-    def _page_maker(self, param: PagedParameter) -> Callable[..., TensorPage]:
-        ref = weakref.ref(param)
-
-        def make(kind: StateKind, part: str, like: torch.Tensor) -> TensorPage:
-            alive = ref()
-            if alive is None:
-                raise UnsupportedError("the parameter was deleted")
-            return self.make_state_page(alive, kind, part, like)
-
-        return make
-
-    def _rename(self, param: PagedParameter, name: str) -> None:
-        page = param.zinf_page
-        if page.pager is not self.pager:
-            raise UnsupportedError(f"{name} belongs to another runtime; close that one first")
-        page.label = name
-        home = self.homes.home(name, StateKind.PARAM)
-        if home != page.page.home:
-            key = TensorKey.of(self._unique(name), StateKind.PARAM)
-            moved = TensorPage(self.pager, self._registry, key, like=page.meta(), home=home)
-            moved.label = name
-            with self.pager.pinned(page.page) as view:
-                moved.fill(view)
-            page.forget_handle(param)
-            moved.adopt_handle(param)
-            page.remove()
-            param.zinf_states.remove(page)
-            param.zinf_states.append(moved)
-
-    def _bury(self) -> None:
-        """Free the room of parameters that no longer exist."""
-        while self._orphans:
-            for page in self._orphans.popleft():
-                page.remove()
-
-    def _unique(self, name: str) -> str:
-        count = self._names.get(name, 0)
-        self._names[name] = count + 1
-        return name if count == 0 else f"{name}#{count + 1}"
-
-    def _check_device(self, model: nn.Module) -> None:
-        def is_paged(param: nn.Parameter) -> bool:
-            return param.numel() > 0
-
-        pool = self.pager.device_pool
-        fixed = self.pager.tiers["device"].usage().allocated_nbytes
-        device_requirement(model, is_paged).check("device", pool.budget_nbytes, fixed)
+    def _at_home(self, name: str) -> int:
+        return self.pager.tiers[name].usage().allocated_nbytes
 
     def _check_open(self) -> None:
         if self._closed:
@@ -398,17 +354,3 @@ def _check_machine(device_nbytes: int, host_nbytes: int) -> None:
             f"device + host budgets of {format_nbytes(total)} exceed the {format_nbytes(limit)} "
             f"this process may use; lower them"
         )
-
-
-def _refuse_shared_memory(named: list[tuple[str, nn.Parameter]]) -> None:
-    owners: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, param in named:
-        if isinstance(param, PagedParameter) or param.numel() == 0 or param.is_meta:
-            continue
-        address = param.untyped_storage().data_ptr()
-        other = owners.setdefault(address, (name, param))
-        if other[1] is not param:
-            raise UnsupportedError(
-                f"{other[0]} and {name} are different parameters over the same memory; tie them by "
-                f"assigning the parameter itself, or give one a copy (.clone())"
-            )

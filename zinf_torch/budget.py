@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from zinf_core.errors import BudgetTooSmallError
+from zinf_core.keys import StateKind
 from zinf_core.units import align_up, format_nbytes
 from zinf_torch.gradients import LOW_PRECISION
+from zinf_torch.homes import Homes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
-    """The least a budget must hold, and what for."""
+    """The least a budget must hold at once, and what for."""
 
     nbytes: int
     what: str
@@ -24,46 +27,58 @@ class Requirement:
 
         `fixed_nbytes` is what lives in the budget for good (states at home there).
         """
-        if self.nbytes + fixed_nbytes <= budget_nbytes:
+        needed = self.nbytes + fixed_nbytes
+        if needed <= budget_nbytes:
             return
-        resident = format_nbytes(fixed_nbytes)
-        fixed = f" + {resident} of states that live there" if fixed_nbytes else ""
+        fixed = f" + {format_nbytes(fixed_nbytes)} of states at home there" if fixed_nbytes else ""
         raise BudgetTooSmallError(
-            f"{name} budget of {format_nbytes(budget_nbytes)} is too small: {self.what} needs "
-            f"{format_nbytes(self.nbytes)} at once{fixed}. Set {name} to at least "
-            f"{self.nbytes + fixed_nbytes} bytes ({format_nbytes(self.nbytes + fixed_nbytes)})"
+            f"{name} budget of {format_nbytes(budget_nbytes)} ({budget_nbytes} bytes) is too "
+            f"small: {self.what} needs {format_nbytes(self.nbytes)} at once{fixed}. Set {name} to "
+            f"at least {needed} bytes ({format_nbytes(needed)}), or choose another home"
         )
 
 
-def device_requirement(model: nn.Module, is_paged: Callable[[nn.Parameter], bool]) -> Requirement:
-    """Return the largest set of parameters that one operation of `model` takes at once.
+NOTHING = Requirement(nbytes=0, what="nothing")
+
+
+def device_requirement(model: nn.Module, homes: Homes) -> Requirement:
+    """Return the most the device must hold at once for `model`, besides what is at home there.
 
     That is all parameters a module owns itself (a linear's weight and bias, all weights of an
-    LSTM, projections of a multi-head attention), except in lists and dicts of parameters; or the
-    gradient of one parameter, which may be stored in fp32. Parameters that `is_paged` denies are
-    not counted.
+    LSTM, projections of a multi-head attention), except in lists and dicts of parameters; or one
+    gradient, which for a low-precision parameter may be stored in fp32. States at home on the
+    device are used in place and take no more.
     """
-    largest = Requirement(nbytes=0, what="nothing")
+    names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+    largest = NOTHING
     for name, module in model.named_modules():
         owned = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
-        sizes = [_paged_nbytes(param) for param in owned if is_paged(param)]
+        sizes = [
+            page_nbytes(param, param.dtype)
+            for param in owned
+            if homes.home(names[id(param)], StateKind.PARAM) != "device"
+        ]
         if isinstance(module, nn.ParameterList | nn.ParameterDict):
             sizes = [max(sizes, default=0)]
         if sum(sizes) > largest.nbytes:
             what = f"module {name or type(module).__name__!r} ({type(module).__name__})"
             largest = Requirement(nbytes=sum(sizes), what=what)
     for name, param in model.named_parameters():
-        if is_paged(param) and param.requires_grad and param.dtype in LOW_PRECISION:
-            nbytes = align_up(4 * param.numel())
+        if param.requires_grad and homes.home(name, StateKind.GRAD) != "device":
+            dtype = torch.float32 if param.dtype in LOW_PRECISION else param.dtype
+            nbytes = page_nbytes(param, dtype)
             if nbytes > largest.nbytes:
-                largest = Requirement(nbytes=nbytes, what=f"the fp32 gradient of {name}")
+                largest = Requirement(nbytes=nbytes, what=f"the gradient of {name} in {dtype}")
     return largest
 
 
-def _paged_nbytes(param: nn.Parameter) -> int:
-    return align_up(param.numel() * param.element_size())
+def at_home(model: nn.Module, homes: Homes, home: str) -> Iterator[nn.Parameter]:
+    """Iterate over the parameters of `model` that live on tier `home`."""
+    for name, param in model.named_parameters():
+        if homes.home(name, StateKind.PARAM) == home:
+            yield param
 
 
-def total_nbytes(params: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of `params` in whole pages."""
-    return sum(map(_paged_nbytes, params))
+def page_nbytes(param: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return the bytes of a state of `param` in `dtype`, in whole pages."""
+    return align_up(param.numel() * dtype.itemsize)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -14,14 +15,17 @@ from zinf_core.errors import UnsupportedError
 from zinf_core.policy.partition import sub_group_ranges
 from zinf_core.runtime.optimizer_step import SubGroup, stream_sub_groups
 from zinf_torch.optimizer_load import match_groups, merge_options
-from zinf_torch.parameter import PagedTensor
+from zinf_torch.parameter import PagedParameter, PagedTensor
+from zinf_torch.parameter_states import ParameterStates, PlannedState
 from zinf_torch.stand_ins import StandIns
-from zinf_torch.update import ParameterUpdate
+from zinf_torch.update import EmptyUpdate, ParameterUpdate
 
 if TYPE_CHECKING:
     from zinf_core.runtime.loans import Loan
     from zinf_torch.api import Runtime
+    from zinf_torch.tensor_page import TensorPage
 
+Update = ParameterUpdate | EmptyUpdate
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Any]]
 
 
@@ -56,13 +60,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._runtime = runtime
         self._class = optimizer_class
         self._master_weights = master_weights
+        self._options = dict(options)
+        self._owned: list[TensorPage] = []
+        weakref.finalize(self, runtime.abandon, self._owned).atexit = False
         self._stand_ins = StandIns(optimizer_class)
         self._inner = self._stand_ins.build(list(params), options)
         self._attributes: dict[str, int | float | str] = {}
         """Counters the wrapped class keeps on itself, as they were when the step began: every
         sub-group starts from them, so that they advance once per step."""
         super().__init__([nn.Parameter(torch.empty(0))], dict(self._inner.defaults))
-        self._updates: dict[torch.Tensor, ParameterUpdate] = {}
+        self._updates: dict[torch.Tensor, Update] = {}
         self.param_groups: list[dict[str, Any]] = []
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for group in self._inner.param_groups:
@@ -78,15 +85,26 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._take_group(self._inner.param_groups[-1])
 
     def _take_group(self, inner_group: dict[str, Any]) -> None:
+        """Make the group ours: check the budgets for all of it, then reserve room."""
         params = [self._stand_ins.real(param) for param in inner_group["params"]]
         group = {**inner_group, "params": params}
-        self.param_groups.append(group)
+        planned: list[tuple[ParameterStates, list[PlannedState]]] = []
+        updates: dict[torch.Tensor, Update] = {}
         for param in params:
-            if self._runtime.adopt(param, f"parameter_{len(self._updates)}"):
-                update = ParameterUpdate(self._runtime, param, master_weights=self._master_weights)
-                update.reserve(self._class, group)
-                self._runtime.check_host(update.working_nbytes(), param, self._class.__name__)
-                self._updates[param] = update
+            self._runtime.adopt(param, f"parameter_{len(self._updates) + len(updates)}")
+            if isinstance(param, PagedParameter):
+                states = ParameterStates(
+                    self._runtime, param, master_weights=self._master_weights, owned=self._owned
+                )
+                planned.append((states, states.plan(self._construct, group)))
+                updates[param] = ParameterUpdate(states)
+            else:
+                updates[param] = EmptyUpdate(param)
+        self._runtime.check_states(planned, self._class.__name__)
+        for states, wanted in planned:
+            states.reserve(wanted)
+        self._updates.update(updates)
+        self.param_groups.append(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure` returned.
@@ -115,14 +133,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if not updates:
             return
         available = self._runtime.available_host_nbytes()
-        sizes = [update.working_nbytes() for update in updates]
+        sizes = [0 if u.states is None else u.states.working_nbytes() for u in updates]
         limit = max(*sizes, available // 3)
         ranges = sub_group_ranges(sizes, limit)
         sub_groups = [
             SubGroup(
                 uses=tuple(use for i in range_ for use in updates[i].uses()),
                 working_nbytes=sum(sizes[i] for i in range_),
-                is_complete=all(updates[i].is_complete() for i in range_),
+                is_complete=all(_is_complete(updates[i]) for i in range_),
             )
             for range_ in ranges
         ]
@@ -140,7 +158,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             group.update(changed)
 
     def _update_sub_group(
-        self, options: dict[str, Any], members: Sequence[ParameterUpdate], loans: Sequence[Loan]
+        self, options: dict[str, Any], members: Sequence[Update], loans: Sequence[Loan]
     ) -> dict[str, Any]:
         """Run the wrapped class on the members in working memory; return the group's options as
         it left them."""
@@ -149,7 +167,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         idle_groups, idle_state = inner.param_groups, inner.state
         remaining = iter(loans)
         group = {**options}
-        opened: list[ParameterUpdate] = []
+        opened: list[Update] = []
         try:
             for member in members:
                 construct = partial(self._constructed_state, member.param, options)
@@ -166,8 +184,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
             inner.param_groups, inner.state = idle_groups, idle_state
             for member in opened:
                 state = states.pop(member)
+                was_kept = self.state.pop(member.param, None) is not None
                 closed = member.close(state or {})
-                if state is not None and (state or member.param in self.state):
+                if state or (state is not None and was_kept):
                     self.state[member.param] = closed
         return group
 
@@ -177,9 +196,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Return the state the wrapped class makes for a parameter when it is constructed."""
         if not self._inner.state.get(self._stand_ins.stand_in(param)):
             return {}
-        construct: Callable[..., torch.optim.Optimizer] = self._class
-        fresh = construct([{**options, "params": [working]}])
+        fresh = self._construct({**options, "params": [working]})
         return dict(fresh.state[working])
+
+    def _construct(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        """Return a plain instance of the wrapped class over one group."""
+        construct: Callable[..., torch.optim.Optimizer] = self._class
+        return construct([group], **self._options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of the wrapped class or of this one, tensor by tensor.
@@ -195,7 +218,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for index, state in state_dict["state"].items():
             if index in params:
                 param = params[index]
-                self.state[param] = self._updates[param].load(state)
+                states = self._updates[param].states
+                self.state[param] = state if states is None else states.load(state)
         for group, merged in zip(
             self.param_groups, merge_options(self.param_groups, saved_groups), strict=True
         ):
@@ -211,11 +235,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
         indices = (i for group in packed["param_groups"] for i in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
         for index, param in zip(indices, params, strict=True):
-            master = self._updates[param].master
+            states = self._updates[param].states
+            master = None if states is None else states.master
             if master is not None and master.page.has_bytes:
                 entry = dict(packed["state"].get(index, {}))
                 packed["state"][index] = {**entry, "master_weight": PagedTensor.of(master)}
         return packed
+
+
+def _is_complete(update: Update) -> bool:
+    return update.states is None or update.states.stepped
 
 
 def _undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:

@@ -63,13 +63,15 @@ class StateForecast:
 
 
 def forecast_state(
-    optimizer_class: Callable[..., torch.optim.Optimizer],
+    construct: Callable[[dict[str, Any]], torch.optim.Optimizer],
     group: dict[str, Any],
     *,
     ndim: int,
     dtype: torch.dtype,
 ) -> StateForecast | None:
     """Return what the optimizer keeps per parameter, found by one step on a tiny parameter.
+
+    `construct` makes the optimizer over one group; `group` has the options.
 
     None if the optimizer cannot step without something only the caller has (a closure).
     """
@@ -78,7 +80,7 @@ def forecast_state(
         tiny = nn.Parameter(torch.ones((4,) * ndim, dtype=dtype))
         tiny.grad = torch.ones_like(tiny)
         try:
-            optimizer = optimizer_class([{**options, "params": [tiny]}])
+            optimizer = construct({**options, "params": [tiny]})
             optimizer.step()
         except (TypeError, RuntimeError, ValueError, KeyError, AttributeError):
             # an optimizer that wants more than parameters and gradients: it is met in its step

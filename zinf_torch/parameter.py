@@ -250,13 +250,12 @@ def _mark_views(result: Any, registry: ResidentPages, *, traced: bool) -> None:
     written to unseen once their handle is gone, so their page counts as dirty.
     """
     if isinstance(result, torch.Tensor):
-        if type(result) is torch.Tensor and result._is_view():
-            page = registry.find(result)
-            if page is not None:
-                result.__class__ = PageView
-                result.zinf_registry = registry  # type: ignore[attr-defined]
-                if not traced:
-                    page.note_untraced()
+        page = registry.find(result) if type(result) is torch.Tensor else None
+        if page is not None:
+            if not (traced and result._is_view()):
+                page.note_untraced()
+            result.__class__ = PageView
+            result.zinf_registry = registry  # type: ignore[attr-defined]
     elif isinstance(result, list | tuple):
         for item in result:
             _mark_views(item, registry, traced=traced)
@@ -321,7 +320,9 @@ def _run_foreach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         def item(arg: Any, index: int = index) -> Any:
             return [arg[index]] if isinstance(arg, list | tuple) else arg
 
-        one = func(*map(item, args), **{name: item(arg) for name, arg in kwargs.items()})
+        one = run_with_pages(
+            func, tuple(map(item, args)), {name: item(arg) for name, arg in kwargs.items()}
+        )
         if one is not None:
             results.extend(one)
     return tuple(results) if results else None

@@ -72,6 +72,7 @@ class TensorPage:
         "address",
         "dtype",
         "edits",
+        "is_removed",
         "key",
         "label",
         "page",
@@ -110,6 +111,7 @@ class TensorPage:
         self.address = 0
         self.version = 0
         """Counts edits that autograd must notice, as `Tensor._version` does."""
+        self.is_removed = False
         self.edits = 0
         """Counts every edit that was noticed."""
         self._handles: list[weakref.ref[Any]] = []
@@ -263,8 +265,15 @@ class TensorPage:
 
     def remove(self) -> None:
         """Forget the page and free its room at home."""
-        self.drop()
-        self.pager.remove(self.page)
+        with self.pager.lock:
+            self.drop()
+            self.pager.remove(self.page)
+            self.is_removed = True
+
+    def bury(self) -> None:
+        """Remove the page of a parameter that no longer exists, if that was not done before."""
+        if not self.is_removed:
+            self.remove()
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

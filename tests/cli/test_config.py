@@ -93,6 +93,7 @@ def test_every_type_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"inner": {"steps": 1, "rate": 0}}, "inner.rate = 0 must be greater than 0"),
         ({"inner": {"steps": 1, "rate": 1}}, "inner.rate = 1 must be less than 1"),
         ({"inner": {"steps": 1, "rate": float("nan")}}, "inner.rate = nan is not a finite"),
+        ({"inner": {"steps": 1, "rate": True}}, "inner.rate = True is not a number"),
         ({"inner": {"steps": 1, "rate": "0.1"}}, "inner.rate = '0.1' is not a number"),
         ({"inner": {"steps": 1, "colour": "green"}}, "'green' is not one of red, blue"),
         ({"inner": {"steps": 1, "betas": [0.1]}}, "needs 2 items, not 1"),

@@ -49,10 +49,13 @@ def test_direct_alignment_is_what_direct_io_needs(tmp_path: Path) -> None:
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
     try:
         with probe.mmap.mmap(-1, 8192) as memory, memoryview(memory) as view:
-            with view[: found.offset_nbytes] as part:
-                assert os.preadv(fd, [part], found.offset_nbytes) == found.offset_nbytes
-            with view[: found.offset_nbytes // 2] as part, pytest.raises(OSError, match="nvalid"):
-                os.preadv(fd, [part], found.offset_nbytes // 2)
+            length, half = found.offset_nbytes, found.memory_nbytes // 2
+            with view[:length] as part:
+                assert os.preadv(fd, [part], length) == length
+            with view[: length // 2] as part, pytest.raises(OSError, match="nvalid"):
+                os.preadv(fd, [part], length // 2)
+            with view[half : half + length] as part, pytest.raises(OSError, match="nvalid"):
+                os.preadv(fd, [part], length)
     finally:
         os.close(fd)
 
@@ -81,6 +84,7 @@ def test_folders_that_cannot_be_probed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
         probe_path(tmp_path / "file")
     found = probe_path(Path("/proc"))
+    assert (found.filesystem, found.mount_point) == ("proc", Path("/proc"))
     assert not found.is_writable
     assert found.io_path is None
     assert found.refusal is not None

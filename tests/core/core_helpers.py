@@ -134,7 +134,24 @@ class InterruptibleTier:
 
     def __init__(self, inner: Tier) -> None:
         self._inner = inner
+        self._waits_before = 0
         self.interrupts = 0
+
+    def interrupt_after(self, num_waits: int) -> None:
+        """Interrupt once, after `num_waits` waits that go well."""
+        self._waits_before, self.interrupts = num_waits, 1
+
+    def interrupt_never(self) -> None:
+        """Let every wait go well from now on."""
+        self.interrupts = 0
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt if it is time."""
+        if self._waits_before:
+            self._waits_before -= 1
+        elif self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -155,7 +172,5 @@ class _Interruptible:
         return self._inner.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if self._tier.interrupts:
-            self._tier.interrupts -= 1
-            raise KeyboardInterrupt
+        self._tier.interrupt()
         self._inner.wait(timeout_s)

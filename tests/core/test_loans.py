@@ -231,6 +231,18 @@ def test_giving_back_before_the_read_is_done_waits_for_it(world: World) -> None:
     assert world.bytes_of(b) == C
 
 
+def test_a_loan_that_was_given_back_holds_nothing(world: World) -> None:
+    """Catches memory that stays counted because the object of an old loan is still around, when
+    it serves a page of another size meanwhile."""
+    old = world.desk.borrow(world.stored("a", A))
+    world.desk.give_back(old, written=False)
+    with world.desk.lent(world.stored("b", B[:-7])) as buffer:
+        assert buffer.array.tobytes() == B[:-7]
+    del buffer
+    assert world.leased_pages() == (0, 0)
+    assert old.returned
+
+
 def test_an_interrupted_give_back_can_be_repeated() -> None:
     """Catches a read that Ctrl-C makes forgotten: its memory goes to someone else under it."""
     tier = InterruptibleTier(DeferredTier(DictTier()))

@@ -39,10 +39,9 @@ class Plain:
         master_weights: bool = False,
         **options: Any,
     ) -> Any:
-        make = Masters if master_weights else optimizer_class
-        return make(params, optimizer_class, **options) if master_weights else make(
-            params, **options
-        )
+        if master_weights:
+            return Masters(params, optimizer_class, **options)
+        return optimizer_class(params, **options)
 
 
 class Masters:
@@ -68,6 +67,9 @@ class Masters:
     def zero_grad(self) -> None:
         for param in self.params:
             param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
 
 
 def on_tightest(

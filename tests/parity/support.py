@@ -32,7 +32,8 @@ class Recipe:
     num_steps: int = 4
     accumulation: int = 1
     clip: float | None = None
-    params: Callable[[nn.Module], Any] = nn.Module.parameters
+    num_states: int = 2
+    """Tensors of the parameter's shape the optimizer keeps for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def outcome(
 def train_plain(recipe: Recipe) -> Outcome:
     """Return what plain PyTorch gives."""
     model = build(recipe)
-    optimizer = recipe.optimizer(recipe.params(model), **recipe.options)
+    optimizer = recipe.optimizer(model.parameters(), **recipe.options)
     return outcome(train(recipe, model, optimizer), model, optimizer)
 
 
@@ -123,7 +124,7 @@ def tightest(
             try:
                 model = runtime.attach(build(recipe))
                 optimizer = runtime.optimizer(
-                    recipe.optimizer, recipe.params(model), **recipe.options
+                    recipe.optimizer, model.parameters(), **recipe.options
                 )
             except BudgetTooSmallError as refusal:
                 name, least = refused(refusal)
@@ -145,19 +146,10 @@ def refused(refusal: BudgetTooSmallError) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-NUM_STATES: Mapping[type[torch.optim.Optimizer], int] = {
-    torch.optim.AdamW: 2,
-    torch.optim.SGD: 1,
-    torch.optim.Adagrad: 1,
-    torch.optim.RMSprop: 1,
-}
-"""Tensors of the parameter's shape each optimizer keeps, with the options of these tests."""
-
-
 def home_nbytes(recipe: Recipe, tier: str, homes: Mapping[str, Any]) -> int:
     """Return the bytes of states that live on `tier` for good, in whole pages; fp32 only."""
     params = list(build(recipe).parameters())
-    copies = {"parameters": 1, "gradients": 1, "optimizer_states": NUM_STATES[recipe.optimizer]}
+    copies = {"parameters": 1, "gradients": 1, "optimizer_states": recipe.num_states}
     total = sum(num for kind, num in copies.items() if homes.get(kind, "nvme") == tier)
     return total * sum(align_up(4 * param.numel()) for param in params)
 

@@ -46,6 +46,7 @@ def recipe(
         batch_loss=transformer_loss,
         optimizer=optimizer,
         options=options,
+        num_states=2 if name == "adamw" else 1,
         num_steps=num_steps,
         accumulation=accumulation,
         clip=clip,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace
@@ -18,18 +17,37 @@ from zinf_core.runtime.transfers import Transfer
 _HOST_SPACES = frozenset({MemorySpace.HOST, MemorySpace.HOST_PINNED})
 
 
-@dataclass(slots=True, eq=False)
 class Loan:
     """Host memory with the bytes of a page, to be given back with `LoanDesk.give_back`."""
 
-    page: Page
-    buffer: Buffer
-    lease: Lease | None
-    """Held when the bytes are a copy; None when `buffer` is the page's own memory."""
-    transfer: Transfer | None
-    """Read in flight into `buffer`."""
-    pinned: bool
-    returned: bool = False
+    __slots__ = ("_buffer", "lease", "page", "pinned", "transfer")
+
+    def __init__(
+        self, page: Page, buffer: Buffer, *, lease: Lease | None = None, pinned: bool = False
+    ) -> None:
+        """Lend `buffer`: a copy when it comes with a lease, else the page's own memory."""
+        self.page = page
+        self._buffer: Buffer | None = buffer
+        self.lease = lease
+        self.pinned = pinned
+        self.transfer: Transfer | None = None
+        """Read in flight into the buffer."""
+
+    @property
+    def buffer(self) -> Buffer:
+        """The memory. Raises InternalError once the loan was given back."""
+        if self._buffer is None:
+            raise InternalError(f"the loan of {self.page.key} was used after it was given back")
+        return self._buffer
+
+    @property
+    def returned(self) -> bool:
+        """Whether the loan was given back."""
+        return self._buffer is None
+
+    def end(self) -> None:
+        """Forget the buffer, so that the loan does not keep its memory referenced."""
+        self._buffer = None
 
 
 class LoanDesk:
@@ -55,9 +73,9 @@ class LoanDesk:
                 return self._lend_resident(page, read=read)
             own = pager.home_buffer(page)
             if own is not None and own.space in _HOST_SPACES:
-                return Loan(page, own, None, None, pinned=False)
+                return Loan(page, own)
             lease = pager.lease_host(page.nbytes)
-            loan = Loan(page, lease.buffer, lease, None, pinned=False)
+            loan = Loan(page, lease.buffer, lease=lease)
             if read:
                 try:
                     loan.transfer = pager.submit_read(page, lease.buffer, lambda _error: None)
@@ -83,7 +101,7 @@ class LoanDesk:
             if loan.returned:
                 return
             self._drain(loan)
-            loan.returned = True
+            loan.end()
             if loan.pinned:
                 pager.unpin(loan.page)
                 if written:
@@ -130,4 +148,4 @@ class LoanDesk:
         own = self._pager.home_buffer(page) if page.lease is None else page.lease.buffer
         if own is None or own.space not in _HOST_SPACES:
             raise InternalError(f"{page.key} is resident where the host cannot reach it")
-        return Loan(page, own, None, None, pinned=True)
+        return Loan(page, own, pinned=True)

@@ -44,19 +44,19 @@ class TransfersInFlight:
 
         An interrupt (KeyboardInterrupt) leaves it in flight, to be waited for again.
         """
-        error: Exception | None = None
         try:
             transfer.completion.wait()
         except Exception as exc:
-            if not transfer.completion.done():
-                raise
-            error = exc
+            if transfer.completion.done():
+                self._finish(transfer, exc)
+            raise
+        self._finish(transfer, None)
+
+    def _finish(self, transfer: Transfer, error: Exception | None) -> None:
         if not transfer.finished:
             transfer.finished = True
             del self._pending[transfer]
             transfer.finish(error)
-        if error is not None:
-            raise error
 
     def reap(self) -> bool:
         """Finish every transfer that is done, without blocking; return whether there was one.

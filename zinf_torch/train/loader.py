@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from zinf_core.errors import ConfigError
 from zinf_torch.api import Runtime
-from zinf_torch.budget import device_requirement
+from zinf_torch.budget import at_home, device_requirement, page_nbytes
+from zinf_torch.homes import Homes
 from zinf_torch.train.config import FloatType, ModelConfig, TrainConfig
 from zinf_torch.train.source import ModelSource, Weights, refuse_unreadable
 from zinf_torch.train.tokenizer import Tokenizer
@@ -54,7 +55,14 @@ def draw_blueprint(source: ModelSource, config: TrainConfig) -> Blueprint:
             twin = AutoModelForCausalLM.from_config(hub_config, dtype=DTYPES[config.model.dtype])
     except Exception as exc:
         raise refuse_unreadable(f"{source.name}: causal language model", exc) from exc
-    device_requirement(twin, _is_paged).check("device", config.budget.device, fixed_nbytes=0)
+    homes = Homes.of(
+        parameters=config.home.parameters.value,
+        gradients=config.home.gradients.value,
+        optimizer_states=config.home.optimizer.value,
+        tiers=("device", "host", "nvme"),
+    )
+    fixed = sum(page_nbytes(param, param.dtype) for param in at_home(twin, homes, "device"))
+    device_requirement(twin, homes).check("device", config.budget.device, fixed)
     weights = source.open_weights([name for name, _ in _named_tensors(twin)])
     if weights is not None:
         _check_weights(twin, weights, source.name)
@@ -101,11 +109,6 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
             stored_name = weights.find(name)
             if stored_name is not None:
                 tensor.copy_(weights.read(stored_name, tensor.dtype))
-
-
-def _is_paged(parameter: nn.Parameter) -> bool:
-    """Return whether there is anything to page."""
-    return parameter.numel() > 0
 
 
 def _recompute_activations(model: Any) -> None:

@@ -1,0 +1,143 @@
+"""Attachment: turns plain parameters into paged ones, keeps their names, buries the dead."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zinf_core.errors import UnsupportedError
+from zinf_core.keys import StateKind, TensorKey
+from zinf_core.runtime.loans import LoanDesk
+from zinf_core.runtime.pager import Pager
+from zinf_torch.gradients import Gradient
+from zinf_torch.homes import Homes
+from zinf_torch.parameter import PagedParameter
+from zinf_torch.tensor_page import ResidentPages, TensorPage
+
+
+class Attachment:
+    """The paged parameters of one runtime. Not thread-safe: models are attached by one thread."""
+
+    def __init__(self, pager: Pager, desk: LoanDesk, homes: Homes) -> None:
+        """Page parameters through `pager`, at home where `homes` says."""
+        self._pager = pager
+        self._desk = desk
+        self._homes = homes
+        self._registry = ResidentPages()
+        self._names: dict[str, int] = {}
+        self._orphans: deque[list[TensorPage]] = deque()
+        """Pages of parameters and optimizers that died; finalizers only append, `bury` does the work."""
+
+    def page(self, param: nn.Parameter, name: str) -> None:
+        """Send `param` home and make it a PagedParameter, in place; nothing if it has no elements.
+
+        Raises UnsupportedError unless it is a dense tensor on the CPU.
+        """
+        if param.numel() == 0:
+            return
+        if param.device.type != "cpu":
+            remedy = (
+                "materialise it first, or build the model under runtime.deferred_init()"
+                if param.is_meta
+                else "move the model to the CPU first"
+            )
+            raise UnsupportedError(f"{name} is on {param.device}; {remedy}")
+        self.bury()
+        key = TensorKey.of(self._unique(name), StateKind.PARAM)
+        with torch.inference_mode(mode=False):
+            page = self._make(key, param, self._homes.home(name, StateKind.PARAM), name)
+            page.fill(param.data)
+            grad, param.grad = param.grad, None
+            param.__class__ = PagedParameter
+            paged: Any = param
+            page.adopt_handle(paged)
+            paged.zinf_states = [page]
+            paged.zinf_gradient = Gradient(paged, desk=self._desk, make_page=self._maker(paged))
+            paged.zinf_gradient.watch()
+            if grad is not None:
+                paged.grad = grad
+        weakref.finalize(param, self.abandon, paged.zinf_states).atexit = False
+
+    def rename(self, param: PagedParameter, name: str) -> None:
+        """Know `param` as `name` from now on; move it if that name has another home.
+
+        Raises UnsupportedError if it belongs to another runtime.
+        """
+        page = param.zinf_page
+        if page.pager is not self._pager:
+            raise UnsupportedError(f"{name} belongs to another runtime; detach it there first")
+        page.label = name
+        home = self._homes.home(name, StateKind.PARAM)
+        if home != page.page.home:
+            key = TensorKey.of(self._unique(name), StateKind.PARAM)
+            moved = self._make(key, page.meta(), home, name)
+            with self._pager.pinned(page.page) as view:
+                moved.fill(view)
+            page.forget_handle(param)
+            moved.adopt_handle(param)
+            page.remove()
+            param.zinf_states.remove(page)
+            param.zinf_states.append(moved)
+
+    def state_page(
+        self, param: PagedParameter, kind: StateKind, part: str, like: torch.Tensor
+    ) -> TensorPage:
+        """Return a new page for a state of `param`, with room on its home tier."""
+        page = param.zinf_page
+        key, number = TensorKey.of(page.key.name, kind, part), 1
+        while self._pager.has(key):  # of another optimizer over the same parameter
+            number += 1
+            key = TensorKey.of(page.key.name, kind, f"{part}#{number}")
+        state = self._make(key, like, self._homes.home(page.label, kind), str(key))
+        param.zinf_states.append(state)
+        return state
+
+    def abandon(self, pages: list[TensorPage]) -> None:
+        """Have `bury` free `pages`. For finalizers: takes no lock."""
+        self._orphans.append(pages)
+
+    def bury(self) -> None:
+        """Free the room of parameters and optimizers that no longer exist."""
+        while self._orphans:
+            for page in self._orphans.popleft():
+                page.bury()
+
+    def _make(self, key: TensorKey, like: torch.Tensor, home: str, label: str) -> TensorPage:
+        page = TensorPage(self._pager, self._registry, key, like=like, home=home)
+        page.label = label
+        return page
+
+    def _maker(self, param: PagedParameter) -> Callable[..., TensorPage]:
+        ref = weakref.ref(param)
+
+        def make(kind: StateKind, part: str, like: torch.Tensor) -> TensorPage:
+            alive = ref()
+            if alive is None:
+                raise UnsupportedError("the parameter was deleted")
+            return self.state_page(alive, kind, part, like)
+
+        return make
+
+    def _unique(self, name: str) -> str:
+        count = self._names.get(name, 0)
+        self._names[name] = count + 1
+        return name if count == 0 else f"{name}#{count + 1}"
+
+
+def refuse_shared_memory(named: list[tuple[str, nn.Parameter]]) -> None:
+    """Raise UnsupportedError if two different plain parameters lie in the same memory."""
+    owners: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in named:
+        if isinstance(param, PagedParameter) or param.numel() == 0 or param.is_meta:
+            continue
+        other = owners.setdefault(param.untyped_storage().data_ptr(), (name, param))
+        if other[1] is not param:
+            raise UnsupportedError(
+                f"{other[0]} and {name} are different parameters over the same memory; tie them by "
+                f"assigning the parameter itself, or give one a copy (.clone())"
+            )

@@ -1,0 +1,228 @@
+"""ParameterStates: the master weights and optimizer states of one parameter, as pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zinf_core.keys import StateKind
+from zinf_core.runtime.loans import LoanDesk
+from zinf_core.runtime.pager import Pager
+from zinf_core.units import PAGE_NBYTES, align_up
+from zinf_torch.gradients import LOW_PRECISION
+from zinf_torch.optimizer_state import (
+    Path,
+    StateForecast,
+    forecast_state,
+    part_name,
+    replace_tensors,
+    streamed_tensors,
+)
+from zinf_torch.parameter import PagedParameter, PagedTensor
+from zinf_torch.tensor_page import TensorPage
+
+
+class StateRoom(Protocol):
+    """What states need of the runtime."""
+
+    @property
+    def pager(self) -> Pager:
+        """Pages of the runtime."""
+        ...
+
+    @property
+    def desk(self) -> LoanDesk:
+        """Loans of those pages."""
+        ...
+
+    def make_state_page(
+        self, param: PagedParameter, kind: StateKind, part: str, like: torch.Tensor
+    ) -> TensorPage:
+        """Return a new page for a state of `param`, with room on its home tier."""
+        ...
+
+    def home(self, param: PagedParameter, kind: StateKind) -> str:
+        """Return the home tier of a state of `param`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedState:
+    """A state that will need room at home: what `ParameterStates.reserve` makes."""
+
+    kind: StateKind
+    path: Path
+    dtype: torch.dtype
+    home: str
+    nbytes: int
+    """In whole pages."""
+
+
+class ParameterStates:
+    """Pages of one paged parameter's states. Not thread-safe: the optimizer's alone."""
+
+    def __init__(
+        self,
+        room: StateRoom,
+        param: PagedParameter,
+        *,
+        master_weights: bool,
+        owned: list[TensorPage],
+    ) -> None:
+        """Describe the states of `param`; nothing is reserved yet. Pages made later are appended
+        to `owned`."""
+        self.room = room
+        self._owned = owned
+        self.param = param
+        self.has_master = master_weights and param.dtype in LOW_PRECISION
+        self.working_dtype = torch.float32 if self.has_master else param.dtype
+        self.master: TensorPage | None = None
+        self.pages: dict[Path, TensorPage] = {}
+        self.stepped = False
+        """The optimizer has made its states, so `pages` are all it keeps."""
+        self.edits_in_master = 0
+        """`TensorPage.edits` of the parameter when the master was last equal to it."""
+        self._forecast: StateForecast | None = None
+
+    def plan(
+        self,
+        construct: Callable[[dict[str, Any]], torch.optim.Optimizer],
+        group: dict[str, Any],
+    ) -> list[PlannedState]:
+        """Return what must be reserved before the first step: gradient, master, states."""
+        param = self.param
+        self._forecast = forecast_state(construct, group, ndim=param.ndim, dtype=self.working_dtype)
+        wanted: list[tuple[StateKind, Path, torch.dtype]] = []
+        if param.requires_grad and param.zinf_gradient.narrow is None:
+            wanted.append((StateKind.GRAD, (), param.dtype))
+        if self.has_master and self.master is None:
+            wanted.append((StateKind.MASTER, (), torch.float32))
+        if self._forecast is not None and param.requires_grad:
+            states = self._forecast.full_shape
+            wanted.extend((StateKind.OPTIMIZER_STATE, path, dtype) for path, dtype in states)
+        return [
+            PlannedState(
+                kind=kind,
+                path=path,
+                dtype=dtype,
+                home=self.room.home(param, kind),
+                nbytes=self._page_nbytes(dtype),
+            )
+            for kind, path, dtype in wanted
+        ]
+
+    def reserve(self, planned: list[PlannedState]) -> None:
+        """Make room for what `plan` returned. Raises TierFullError if a tier has none."""
+        for state in planned:
+            if state.kind is StateKind.GRAD:
+                self.param.zinf_gradient.reserve()
+            elif state.kind is StateKind.MASTER:
+                self.master = self._make(state.kind, "", self._like(state.dtype))
+            else:
+                self.page(state.path, self._like(state.dtype))
+
+    def working_nbytes(self) -> int:
+        """Return the host memory one update takes at most.
+
+        Weights and states for the whole update; the gradient and its fp32 copy before, or the
+        low-precision parameter after it. States at home in host or device memory are updated in
+        place and take none.
+        """
+        weights_kind = StateKind.MASTER if self.has_master else StateKind.PARAM
+        weights = self._leased(weights_kind, self._page_nbytes(self.working_dtype))
+        gradient = self.param.zinf_gradient
+        stored = gradient.current
+        stored_dtype = self.param.dtype if stored is None else stored.dtype
+        before = self._leased(StateKind.GRAD, self._page_nbytes(stored_dtype))
+        if self.has_master and stored_dtype is not torch.float32:
+            before += self._page_nbytes(torch.float32)
+        after = 0
+        if self.has_master:
+            after = self._leased(StateKind.PARAM, self._page_nbytes(self.param.dtype))
+        return weights + self._states_nbytes() + max(before, after)
+
+    def largest_state_nbytes(self) -> int:
+        """Return the bytes of the largest state that reading it would bring to the device."""
+        sizes = [0]
+        if self.room.home(self.param, StateKind.OPTIMIZER_STATE) != "device":
+            full = () if self._forecast is None else self._forecast.full_shape
+            sizes.extend(self._page_nbytes(dtype) for _, dtype in full)
+            if self.has_master:
+                sizes.append(self._page_nbytes(torch.float32))
+        return max(sizes)
+
+    def page(self, path: Path, like: torch.Tensor) -> TensorPage:
+        """Return the page of the state at `path`, making it like `like` if there is none."""
+        if path not in self.pages:
+            self.pages[path] = self._make(StateKind.OPTIMIZER_STATE, part_name(path), like)
+        return self.pages[path]
+
+    def _make(self, kind: StateKind, part: str, like: torch.Tensor) -> TensorPage:
+        page = self.room.make_state_page(self.param, kind, part, like)
+        self._owned.append(page)
+        return page
+
+    def forget_others(self, kept: set[Path]) -> None:
+        """Remove the pages of states the optimizer no longer keeps."""
+        for path in self.pages.keys() - kept:
+            self.pages.pop(path).remove()
+
+    def load(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Replace the states by `state`; return it with handles for what is streamed.
+
+        The tensors are copied, one at a time. Without a ``master_weight`` the master is made anew
+        from the parameter.
+        """
+        state = dict(state)
+        master = state.pop("master_weight", None)
+        if self.master is not None:
+            if master is None:
+                self.master.drop()
+            else:
+                self.master.fill(master)
+                self.edits_in_master = self.param.zinf_page.edits_so_far()
+        handles: dict[Path, PagedTensor] = {}
+        for path, tensor in streamed_tensors(state):
+            self.forget_if_unlike(path, tensor)
+            page = self.page(path, tensor)
+            page.fill(tensor)
+            handles[path] = PagedTensor.of(page)
+        self.forget_others(set(handles))
+        self.stepped = bool(state)
+        result: dict[str, Any] = replace_tensors(state, dict(handles))
+        return result
+
+    def forget_if_unlike(self, path: Path, tensor: torch.Tensor) -> None:
+        """Remove the page at `path` if it cannot hold `tensor`."""
+        page = self.pages.get(path)
+        if page is not None and (page.shape != tensor.shape or page.dtype != tensor.dtype):
+            self.pages.pop(path).remove()
+
+    def in_use(self) -> Iterator[TensorPage]:
+        """Iterate over the state pages that have values."""
+        return (page for page in self.pages.values() if page.page.has_bytes)
+
+    def _states_nbytes(self) -> int:
+        known = sum(align_up(page.page.nbytes) for page in self.pages.values())
+        if not self.stepped and self._forecast is not None:
+            full = self._forecast.full_shape
+            of_full_shape = sum(dtype.itemsize for _, dtype in full)
+            other = self._forecast.nbytes_per_element - of_full_shape
+            planned = sum(self._page_nbytes(dtype) for _, dtype in full)
+            if other > 0:
+                planned += align_up(int(other * self.param.numel())) + 4 * PAGE_NBYTES
+            known = max(known, planned)
+        return self._leased(StateKind.OPTIMIZER_STATE, known)
+
+    def _leased(self, kind: StateKind, nbytes: int) -> int:
+        return nbytes if self.room.home(self.param, kind) == "nvme" else 0
+
+    def _page_nbytes(self, dtype: torch.dtype) -> int:
+        return align_up(dtype.itemsize * self.param.numel())
+
+    def _like(self, dtype: torch.dtype) -> torch.Tensor:
+        page = self.param.zinf_page
+        return torch.empty_strided(page.shape, page.stride, dtype=dtype, device="meta")
