@@ -31,7 +31,7 @@ class Attachment:
         self._registry = ResidentPages()
         self._names: dict[str, int] = {}
         self._orphans: deque[list[TensorPage]] = deque()
-        """Pages of parameters and optimizers that died; finalizers only append, `bury` does the work."""
+        """Pages of what died; finalizers only append, `bury` does the work."""
 
     def page(self, param: nn.Parameter, name: str) -> None:
         """Send `param` home and make it a PagedParameter, in place; nothing if it has no elements.

@@ -1,0 +1,244 @@
+"""Faults of memory: host bytes at start and in training, page cache (P63, P65, P71)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faults.children import run_child
+
+from zinf_core.buffers import HostBuffer
+from zinf_core.keys import StateKind, TensorKey
+from zinf_core.units import PAGE_NBYTES, KiB, MiB
+from zinf_storage.allocators import PageAlignedAllocator
+from zinf_storage.nvme import DirectIo, NvmeOptions, NvmeTier
+
+GROWTH = """
+def resident():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+def warm_up():
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(16, 512)).sum().backward()
+    optimizer.step()
+    with zt.Runtime(device="2MiB", host="8MiB", nvme=folder / "warm") as runtime:
+        model = runtime.attach(nn.Linear(64, 64))
+        optimizer = runtime.optimizer(torch.optim.AdamW, model.parameters())
+        model(torch.ones(16, 64)).sum().backward()
+        optimizer.step()
+
+warm_up()
+before = resident()
+
+def growth():
+    # The peak of the whole process over what was resident before: never too small.
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+"""
+
+SLACK_NBYTES = 24 * MiB
+"""Activations, the interpreter's own objects, and the peak of imports over what was kept."""
+
+SMALL = """
+with zt.Runtime(device="512MiB", host="1GiB", nvme=folder / "z") as runtime:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    runtime.attach(model)
+    attached = growth()
+    optimizer = runtime.optimizer(torch.optim.AdamW, model.parameters())
+    for _ in range(3):
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report(attached=attached, trained=growth())
+"""
+
+
+@pytest.mark.slow
+def test_p63_a_small_model_takes_little_however_large_the_budgets(tmp_path: Path) -> None:
+    """P63: buffers sized by constants: gigabytes taken at the start for a model of 1 MB."""
+    facts = run_child(GROWTH + SMALL, tmp_path)
+    assert facts["attached"] < 64 * MiB
+    assert facts["trained"] < 64 * MiB
+
+
+LARGE = """
+class Blocks(nn.Module):
+    def __init__(self, depth, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * 0.1
+        return x
+
+budgets = dict(device="8MiB", host="8MiB")
+with zt.Runtime(**budgets, nvme=folder / "z", **HOMES) as runtime:
+    with runtime.deferred_init():
+        model = Blocks(128, 512)
+    runtime.attach(model)
+    built = growth()
+    optimizer = runtime.optimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    wrapped = growth()
+    losses = []
+    for _ in range(NUM_STEPS):
+        loss = model(torch.ones(2, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    peaks = {name: used.peak_nbytes for name, used in runtime.usage().items()}
+    total = sum(p.nbytes for p in model.parameters())
+    report(built=built, wrapped=wrapped, trained=growth(), losses=losses, total=total, peaks=peaks)
+"""
+
+
+@pytest.mark.slow
+def test_p63_p65_a_model_far_over_the_budget(tmp_path: Path) -> None:
+    """P63, P65: full copies at set-up, or in training: killed for memory. 128 MiB of weights and
+    512 MiB of states under 8 MiB of device and 8 MiB of host budget."""
+    script = LARGE.replace("HOMES", "{}").replace("NUM_STEPS", "2")
+    facts = run_child(GROWTH + script, tmp_path)
+    assert facts["total"] == 128 * MiB
+    assert facts["peaks"]["device"] <= 8 * MiB
+    assert facts["peaks"]["host"] <= 8 * MiB
+    layer = MiB
+    for phase in ("built", "wrapped", "trained"):
+        assert facts[phase] <= 16 * MiB + layer + SLACK_NBYTES, (phase, facts)
+    assert facts["losses"][1] < facts["losses"][0]
+
+
+PLAIN_CONSTRUCTION = """
+with zt.Runtime(device="4MiB", host="8MiB", nvme=folder / "z") as runtime:
+    grown = []
+    for _ in range(24):
+        model = runtime.attach(nn.Linear(1024, 512))
+        optimizer = runtime.optimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+        model(torch.ones(2, 1024)).sum().backward()
+        optimizer.step()
+        del model, optimizer
+        grown.append(growth())
+    report(first=grown[3], last=grown[-1])
+"""
+
+
+@pytest.mark.slow
+def test_p65_models_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
+    """P65: memory of models that were dropped piles up in the runtime."""
+    facts = run_child(GROWTH + PLAIN_CONSTRUCTION, tmp_path)
+    assert facts["last"] - facts["first"] < 4 * MiB
+
+
+def _cached_nbytes(folder: Path) -> int:
+    """Return the bytes of the files in `folder` that are in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    total = 0
+    for path in folder.iterdir():
+        size = path.stat().st_size
+        if size == 0:
+            continue
+        with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
+            pages = (size + PAGE_NBYTES - 1) // PAGE_NBYTES
+            resident = (ctypes.c_ubyte * pages)()
+            address = ctypes.c_char.from_buffer(mapped)
+            failed = libc.mincore(
+                ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(size), resident
+            )
+            del address
+            assert failed == 0, os.strerror(ctypes.get_errno())
+            total += PAGE_NBYTES * sum(flag & 1 for flag in resident)
+    return total
+
+
+def _swap(tier: NvmeTier, num_rounds: int) -> int:
+    """Write and read back 16 MiB in every round; return the bytes moved."""
+    keys = [TensorKey.of(f"layers.{index}.weight", StateKind.PARAM) for index in range(4)]
+    buffer: HostBuffer = PageAlignedAllocator().allocate(4 * MiB)
+    for key in keys:
+        tier.reserve(key, 4 * MiB)
+    for round_ in range(num_rounds):
+        for index, key in enumerate(keys):
+            buffer.array[:] = 16 * round_ + index
+            tier.write_from(key, buffer).wait()
+        for index, key in enumerate(keys):
+            buffer.array[:] = 0
+            tier.read_into(key, buffer).wait()
+            assert np.all(buffer.array == 16 * round_ + index)
+    return num_rounds * 32 * MiB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direct", DirectIo)
+def test_p71_swapping_leaves_the_page_cache_alone(tmp_path: Path, direct: DirectIo) -> None:
+    """P71: buffered writes push everything else out of the page cache."""
+    options = NvmeOptions(segment_nbytes=16 * MiB, direct=direct)
+    tier = NvmeTier.open(tmp_path / "z", options=options)
+    try:
+        moved = _swap(tier, 4)
+        assert moved == 128 * MiB
+        if tier.path_taken == "posix-direct":
+            assert _cached_nbytes(tmp_path / "z") <= 64 * KiB
+        else:
+            # What is dropped after a transfer may still be on its way to the disk.
+            assert _cached_nbytes(tmp_path / "z") <= 16 * MiB
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize("direct", DirectIo)
+def test_p71_a_file_system_in_memory(shm_folder: Path, direct: DirectIo) -> None:
+    """P71: where there is no disk, direct I/O may be refused; the bytes are right all the same."""
+    tier = NvmeTier.open(
+        shm_folder / "z", options=NvmeOptions(segment_nbytes=16 * MiB, direct=direct)
+    )
+    try:
+        _swap(tier, 1)
+        assert tier.path_taken in {"posix-direct", "posix-buffered"}
+    finally:
+        tier.remove()
+
+
+TRAFFIC = """
+import ctypes, mmap
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+def cached():
+    text = Path("/proc/meminfo").read_text()
+    return 1024 * int(next(l for l in text.splitlines() if l.startswith("Cached:")).split()[1])
+
+with zt.Runtime(device="2MiB", host="8MiB", nvme=folder / "z") as runtime:
+    model = runtime.attach(Deep())
+    optimizer = runtime.optimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    for _ in range(4):
+        model(torch.ones(2, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = runtime.traffic()["nvme"]
+    report(
+        moved=moved.read_nbytes + moved.written_nbytes,
+        path=runtime.paths()["nvme"],
+    )
+"""
+
+
+@pytest.mark.slow
+def test_p71_the_path_of_training_is_said(tmp_path: Path) -> None:
+    """P71: nobody can tell whether the page cache is used."""
+    facts: dict[str, Any] = run_child(TRAFFIC, tmp_path)
+    assert facts["moved"] > 256 * MiB
+    assert facts["path"].startswith(("posix-direct", "posix-buffered"))
