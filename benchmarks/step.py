@@ -1,6 +1,7 @@
 """Training step of zinf against plain PyTorch on the same model, interleaved.
 
-Usage: python benchmarks/step.py [--layers N] [--hidden N] [--rounds N] [--folder PATH] [--json FILE]
+Usage: python benchmarks/step.py [--layers N] [--hidden N] [--rounds N] [--folder PATH]
+[--json FILE]
 
 bf16 Llama, fp32 masters, AdamW, clipping at 1.0, 256 tokens. Each round runs one step of every
 variant, so that a machine that drifts drifts under all of them; ratios are taken within a round.
@@ -117,7 +118,11 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder on the drive to use (default: temp)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    times: dict[str, list[float]] = {"plain": [], "zinf, all on nvme": [], "zinf, all on device": []}
+    times: dict[str, list[float]] = {
+        "plain": [],
+        "zinf, all on nvme": [],
+        "zinf, all on device": [],
+    }
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.folder))
         model = build(args.layers, args.hidden)
@@ -162,9 +167,11 @@ def main() -> int:
     for name, seconds in times.items():
         ratios = [a / b for a, b in zip(seconds, times["plain"], strict=True)]
         print(f"{name:20} step s (min / median / max) {spread(seconds)}   x plain {spread(ratios)}")
-    print(f"zinf, all on nvme: {read:.1f} B read and {written:.1f} B written per parameter and step; "
-          f"peak tracked device {format_nbytes(peak['device'])}, host {format_nbytes(peak['host'])}; "
-          f"losses equal plain's bit by bit")  # fmt: skip
+    print(
+        f"zinf, all on nvme: {read:.1f} B read and {written:.1f} B written per parameter and "
+        f"step; peak tracked device {format_nbytes(peak['device'])}, host "
+        f"{format_nbytes(peak['host'])}; losses equal plain's bit by bit"
+    )
     if args.json:
         args.json.write_text(
             json.dumps(

@@ -128,8 +128,7 @@ def validate_transfer(
 ) -> None:
     """Raise what law 10 asks for at submit. For use by tiers.
 
-    `stored_nbytes` is the key's logical size. Raises RangeError, AlignmentError,
-    UnsupportedBufferError, or ConfigError when `buffer` is not a Buffer.
+    Raises RangeError, AlignmentError, UnsupportedBufferError, or ConfigError for no Buffer.
     """
     if not isinstance(getattr(buffer, "space", None), MemorySpace):
         raise ConfigError(f"{tier_name}: {type(buffer).__name__} is not a Buffer")

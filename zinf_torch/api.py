@@ -11,32 +11,22 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from zinf_core.errors import BudgetTooSmallError, ConfigError, UnsupportedError
-from zinf_core.keys import StateKind
+from zinf_core.errors import ConfigError
 from zinf_core.runtime.events import Observer, Traffic, TrafficCounter
-from zinf_core.runtime.loans import LoanDesk
 from zinf_core.runtime.pager import Pager
 from zinf_core.runtime.pool import BufferPool, PoolUsage
 from zinf_core.tier import Tier
-from zinf_core.units import format_nbytes, parse_nbytes
+from zinf_core.units import parse_nbytes
 from zinf_storage.allocators import PageAlignedAllocator
 from zinf_storage.host import HostTier
-from zinf_storage.machine import read_memory
 from zinf_torch.attachment import Attachment, refuse_shared_memory
-from zinf_torch.budget import (
-    NOTHING,
-    Requirement,
-    at_home,
-    device_requirement,
-    page_nbytes,
-)
 from zinf_torch.deferred_init import parameters_on_registration
+from zinf_torch.heap import return_freed_blocks
 from zinf_torch.homes import HomeRule, Homes
 from zinf_torch.optimizer import ParamGroups, StreamedOptimizer
 from zinf_torch.parameter import PagedParameter
-from zinf_torch.parameter_states import ParameterStates, PlannedState
 from zinf_torch.scratch import ScratchFolder
-from zinf_torch.tensor_page import TensorPage
+from zinf_torch.set_up import SetUp, check_machine
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -52,6 +42,29 @@ class Runtime:
 
     One process computes on the CPU; "device" is the memory budget of what is resident for
     compute. Thread-safe as far as the model's own code is.
+
+    Parameters
+    ----------
+    device, host
+        Budgets in bytes, or text like ``"512MiB"``. Hard limits for resident pages, states at
+        home there, and working memory. Activations are torch's own and not counted.
+    nvme
+        Folder for the NVMe tier, made if missing, removed at `close` if it was made here.
+        One process at a time. Left-overs of a killed run are reclaimed, with a warning.
+    nvme_capacity
+        Most bytes to use there; default: what the disk has.
+    parameters, gradients, optimizer_states
+        Home tier of each state: ``"device"``, ``"host"``, ``"nvme"``, or a mapping of
+        parameter-name patterns to those. Default: nvme if given, else host.
+    observers
+        Called with each `zinf_core.runtime.events.Event`.
+
+    Raises
+    ------
+    ConfigError
+        A size or home is not valid, or the budgets exceed the memory of the machine.
+    TierError
+        The folder cannot be used; the message says why.
     """
 
     def __init__(  # noqa: PLR0913 - settings, keyword-only
@@ -66,43 +79,16 @@ class Runtime:
         optimizer_states: HomeRule | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """Open the tiers.
-
-        Parameters
-        ----------
-        device, host
-            Budgets in bytes, or text like ``"512MiB"``. Hard limits for resident pages, states at
-            home there, and working memory. Activations are torch's own and not counted.
-        nvme
-            Folder for the NVMe tier, made if missing, removed at `close` if it was made here.
-            One process at a time. Left-overs of a killed run are reclaimed, with a warning.
-        nvme_capacity
-            Most bytes to use there; default: what the disk has.
-        parameters, gradients, optimizer_states
-            Home tier of each state: ``"device"``, ``"host"``, ``"nvme"``, or a mapping of
-            parameter-name patterns to those. Default: nvme if given, else host.
-        observers
-            Called with each `zinf_core.runtime.events.Event`.
-
-        Raises
-        ------
-        ConfigError
-            A size or home is not valid, or the budgets exceed the memory of the machine.
-        TierError
-            The folder cannot be used; the message says why.
-        """
+        """Open the tiers."""
         device_nbytes = parse_nbytes(device, what="device")
         host_nbytes = parse_nbytes(host, what="host")
-        capacity = (
-            None if nvme_capacity is None else parse_nbytes(nvme_capacity, what="nvme_capacity")
-        )
-        _check_machine(device_nbytes, host_nbytes)
+        check_machine(device_nbytes, host_nbytes)
+        return_freed_blocks()
         names = ("device", "host") if nvme is None else ("device", "host", "nvme")
-        default = names[-1]
         self.homes = Homes.of(
-            parameters=default if parameters is None else parameters,
-            gradients=default if gradients is None else gradients,
-            optimizer_states=default if optimizer_states is None else optimizer_states,
+            parameters=parameters,
+            gradients=gradients,
+            optimizer_states=optimizer_states,
             tiers=names,
         )
         allocator = PageAlignedAllocator()
@@ -111,7 +97,7 @@ class Runtime:
             "host": BufferPool("host", budget_nbytes=host_nbytes, allocator=allocator),
         }
         tiers: dict[str, Tier] = {name: HostTier(name, pool=pools[name]) for name in pools}
-        self._scratch = None if nvme is None else ScratchFolder(nvme, capacity_nbytes=capacity)
+        self._scratch = None if nvme is None else ScratchFolder(nvme, capacity=nvme_capacity)
         if self._scratch is not None:
             tiers["nvme"] = self._scratch.tier
         self._traffic = TrafficCounter()
@@ -121,9 +107,8 @@ class Runtime:
             host_pool=pools["host"],
             observers=(self._traffic, *observers),
         )
-        self.desk = LoanDesk(self.pager)
-        self._attachment = Attachment(self.pager, self.desk, self.homes)
-        self._device_requirement = NOTHING
+        self._set_up = SetUp(self.pager, self.homes)
+        self._attachment = Attachment(self.pager, self.homes, self._set_up)
         self._closed = False
 
     # -- model and optimizer -------------------------------------------------------------------
@@ -147,7 +132,7 @@ class Runtime:
         self._attachment.bury()
         named = list(model.named_parameters())
         refuse_shared_memory(named)
-        self._check_model(model)
+        self._set_up.check_model(model)
         for name, param in named:
             if isinstance(param, PagedParameter):
                 self._attachment.rename(param, name)
@@ -165,7 +150,7 @@ class Runtime:
         self._check_open()
 
         def adopt(module: nn.Module, name: str, param: nn.Parameter) -> None:
-            self.adopt(param, f"{type(module).__name__}.{name}")
+            self._attachment.adopt(param, f"{type(module).__name__}.{name}")
 
         with parameters_on_registration(adopt):
             yield
@@ -188,7 +173,11 @@ class Runtime:
         """
         self._check_open()
         return StreamedOptimizer(
-            self, optimizer_class, params, master_weights=master_weights, options=options
+            self._attachment,
+            optimizer_class,
+            params,
+            master_weights=master_weights,
+            options=options,
         )
 
     def detach(self, model: ModuleT) -> ModuleT:
@@ -259,98 +248,6 @@ class Runtime:
                 raise
             exc.add_note(f"closing the runtime failed as well: {closing}")
 
-    # -- for the parts of this package ---------------------------------------------------------
-
-    def adopt(self, param: torch.Tensor, name: str) -> None:
-        """Page `param` if it is a plain parameter.
-
-        Raises UnsupportedError if it is none, or belongs to another runtime.
-        """
-        if isinstance(param, PagedParameter):
-            if param.zinf_page.pager is not self.pager:
-                raise UnsupportedError(f"{param.zinf_page.label} belongs to another runtime")
-        elif isinstance(param, nn.Parameter):
-            self._attachment.page(param, name)
-        else:
-            raise UnsupportedError(
-                f"{name} is a {type(param).__name__}; zinf optimizes nn.Parameter objects"
-            )
-
-    def make_state_page(
-        self, param: PagedParameter, kind: StateKind, part: str, like: torch.Tensor
-    ) -> TensorPage:
-        """Return a new page for a state of `param`, with room on its home tier."""
-        return self._attachment.state_page(param, kind, part, like)
-
-    def abandon(self, pages: list[TensorPage]) -> None:
-        """Have `pages` freed when the next model or optimizer comes. For finalizers."""
-        self._attachment.abandon(pages)
-
-    def home(self, param: PagedParameter, kind: StateKind) -> str:
-        """Return the home tier of a state of `param`."""
-        return self.homes.home(param.zinf_page.label, kind)
-
-    def available_host_nbytes(self) -> int:
-        """Return the host bytes that are free once everything in flight is done. Blocks."""
-        self.pager.settle()
-        usage = self.pager.host_pool.usage()
-        return usage.budget_nbytes - usage.leased_nbytes
-
-    def check_states(
-        self, planned: Sequence[tuple[ParameterStates, list[PlannedState]]], optimizer: str
-    ) -> None:
-        """Raise BudgetTooSmallError unless what is planned and its largest update fit."""
-        fixed = {name: self._at_home(name) for name in ("device", "host")}
-        for _, wanted in planned:
-            for state in wanted:
-                if state.home in fixed:
-                    fixed[state.home] += state.nbytes
-        host, device = NOTHING, self._device_requirement
-        for states, _ in planned:
-            page = states.param.zinf_page
-            shape = f"{page.label} ({list(page.shape)} {page.dtype})"
-            if states.working_nbytes() > host.nbytes:
-                what = f"the {optimizer} step of {shape}: weights, gradient and states"
-                host = Requirement(nbytes=states.working_nbytes(), what=what)
-            if states.largest_state_nbytes() > device.nbytes:
-                what = f"an optimizer state of {shape}"
-                device = Requirement(nbytes=states.largest_state_nbytes(), what=what)
-        device.check("device", self.pager.device_pool.budget_nbytes, fixed["device"])
-        host.check("host", self.pager.host_pool.budget_nbytes, fixed["host"])
-        self._device_requirement = device
-
-    # -- private -------------------------------------------------------------------------------
-
-    def _check_model(self, model: nn.Module) -> None:
-        """Raise BudgetTooSmallError unless the budgets hold what `model` needs of them."""
-        requirement = device_requirement(model, self.homes)
-        if requirement.nbytes < self._device_requirement.nbytes:
-            requirement = self._device_requirement
-        stays = Requirement(nbytes=0, what="the model")
-        for name, needs in (("device", requirement), ("host", stays)):
-            budget = self.usage()[name].budget_nbytes
-            coming = sum(
-                page_nbytes(param, param.dtype)
-                for param in at_home(model, self.homes, name)
-                if not isinstance(param, PagedParameter) or param.zinf_page.page.home != name
-            )
-            needs.check(name, budget, self._at_home(name) + coming)
-        self._device_requirement = requirement
-
-    def _at_home(self, name: str) -> int:
-        return self.pager.tiers[name].usage().allocated_nbytes
-
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this runtime is closed; make a new one")
-
-
-def _check_machine(device_nbytes: int, host_nbytes: int) -> None:
-    memory = read_memory()
-    total = device_nbytes + host_nbytes
-    limit = min(memory.total_nbytes, memory.cgroup_limit_nbytes or memory.total_nbytes)
-    if total > limit:
-        raise BudgetTooSmallError(
-            f"device + host budgets of {format_nbytes(total)} exceed the {format_nbytes(limit)} "
-            f"this process may use; lower them"
-        )

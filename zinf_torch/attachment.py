@@ -17,21 +17,41 @@ from zinf_core.runtime.pager import Pager
 from zinf_torch.gradients import Gradient
 from zinf_torch.homes import Homes
 from zinf_torch.parameter import PagedParameter
+from zinf_torch.set_up import SetUp
 from zinf_torch.tensor_page import ResidentPages, TensorPage
 
 
 class Attachment:
     """The paged parameters of one runtime. Not thread-safe: models are attached by one thread."""
 
-    def __init__(self, pager: Pager, desk: LoanDesk, homes: Homes) -> None:
+    def __init__(self, pager: Pager, homes: Homes, set_up: SetUp) -> None:
         """Page parameters through `pager`, at home where `homes` says."""
-        self._pager = pager
-        self._desk = desk
+        self.pager = pager
+        self.desk = LoanDesk(pager)
+        self.set_up = set_up
         self._homes = homes
         self._registry = ResidentPages()
         self._names: dict[str, int] = {}
         self._orphans: deque[list[TensorPage]] = deque()
         """Pages of what died; finalizers only append, `bury` does the work."""
+
+    def adopt(self, param: torch.Tensor, name: str) -> None:
+        """Page `param` if it is a plain parameter, as `page` does.
+
+        Raises UnsupportedError if it is none, or belongs to another runtime, BudgetTooSmallError
+        if the budgets cannot hold it.
+        """
+        if isinstance(param, PagedParameter):
+            if param.zinf_page.pager is not self.pager:
+                raise UnsupportedError(f"{param.zinf_page.label} belongs to another runtime")
+        elif isinstance(param, nn.Parameter):
+            if param.numel() > 0:
+                self.set_up.check_parameter(param, name)
+            self.page(param, name)
+        else:
+            raise UnsupportedError(
+                f"{name} is a {type(param).__name__}; zinf optimizes nn.Parameter objects"
+            )
 
     def page(self, param: nn.Parameter, name: str) -> None:
         """Send `param` home and make it a PagedParameter, in place; nothing if it has no elements.
@@ -57,7 +77,7 @@ class Attachment:
             paged: Any = param
             page.adopt_handle(paged)
             paged.zinf_states = [page]
-            paged.zinf_gradient = Gradient(paged, desk=self._desk, make_page=self._maker(paged))
+            paged.zinf_gradient = Gradient(paged, desk=self.desk, make_page=self._maker(paged))
             paged.zinf_gradient.watch()
             if grad is not None:
                 paged.grad = grad
@@ -69,14 +89,14 @@ class Attachment:
         Raises UnsupportedError if it belongs to another runtime.
         """
         page = param.zinf_page
-        if page.pager is not self._pager:
+        if page.pager is not self.pager:
             raise UnsupportedError(f"{name} belongs to another runtime; detach it there first")
         page.label = name
         home = self._homes.home(name, StateKind.PARAM)
         if home != page.page.home:
             key = TensorKey.of(self._unique(name), StateKind.PARAM)
             moved = self._make(key, page.meta(), home, name)
-            with self._pager.pinned(page.page) as view:
+            with self.pager.pinned(page.page) as view:
                 moved.fill(view)
             page.forget_handle(param)
             moved.adopt_handle(param)
@@ -84,16 +104,26 @@ class Attachment:
             param.zinf_states.remove(page)
             param.zinf_states.append(moved)
 
-    def state_page(
+    def home(self, param: PagedParameter, kind: StateKind) -> str:
+        """Return the home tier of a state of `param`."""
+        return self._homes.home(param.zinf_page.label, kind)
+
+    def available_host_nbytes(self) -> int:
+        """Return the host bytes that are free once everything in flight is done. Blocks."""
+        self.pager.settle()
+        usage = self.pager.host_pool.usage()
+        return usage.budget_nbytes - usage.leased_nbytes
+
+    def make_state_page(
         self, param: PagedParameter, kind: StateKind, part: str, like: torch.Tensor
     ) -> TensorPage:
         """Return a new page for a state of `param`, with room on its home tier."""
         page = param.zinf_page
         key, number = TensorKey.of(page.key.name, kind, part), 1
-        while self._pager.has(key):  # of another optimizer over the same parameter
+        while self.pager.has(key):  # of another optimizer over the same parameter
             number += 1
             key = TensorKey.of(page.key.name, kind, f"{part}#{number}")
-        state = self._make(key, like, self._homes.home(page.label, kind), str(key))
+        state = self._make(key, like, self.home(param, kind), str(key))
         param.zinf_states.append(state)
         return state
 
@@ -108,7 +138,7 @@ class Attachment:
                 page.bury()
 
     def _make(self, key: TensorKey, like: torch.Tensor, home: str, label: str) -> TensorPage:
-        page = TensorPage(self._pager, self._registry, key, like=like, home=home)
+        page = TensorPage(self.pager, self._registry, key, like=like, home=home)
         page.label = label
         return page
 
@@ -119,7 +149,7 @@ class Attachment:
             alive = ref()
             if alive is None:
                 raise UnsupportedError("the parameter was deleted")
-            return self.state_page(alive, kind, part, like)
+            return self.make_state_page(alive, kind, part, like)
 
         return make
 

@@ -30,11 +30,13 @@ class Requirement:
         needed = self.nbytes + fixed_nbytes
         if needed <= budget_nbytes:
             return
-        fixed = f" + {format_nbytes(fixed_nbytes)} of states at home there" if fixed_nbytes else ""
+        parts = [f"{format_nbytes(self.nbytes)} at once for {self.what}"] if self.nbytes else []
+        if fixed_nbytes:
+            parts.append(f"{format_nbytes(fixed_nbytes)} for the states at home there")
         raise BudgetTooSmallError(
             f"{name} budget of {format_nbytes(budget_nbytes)} ({budget_nbytes} bytes) is too "
-            f"small: {self.what} needs {format_nbytes(self.nbytes)} at once{fixed}. Set {name} to "
-            f"at least {needed} bytes ({format_nbytes(needed)}), or choose another home"
+            f"small: it must hold {' and '.join(parts)}. Set {name} to at least {needed} bytes "
+            f"({format_nbytes(needed)}), or choose other homes"
         )
 
 

@@ -120,6 +120,17 @@ class Gradient:
             if page is not None:
                 page.drop()
 
+    def forget_if_unlike(self, value: torch.Tensor) -> None:
+        """Have no gradient and no room for one if the parameter became another kind of tensor."""
+        for page in (self.narrow, self.wide):
+            if page is not None and (page.shape != value.shape or page.dtype != value.dtype):
+                page.remove()
+        if self.narrow is not None and self.narrow.is_removed:
+            self.narrow = None
+        if self.wide is not None and self.wide.is_removed:
+            self.wide = None
+        self._handle = None
+
     def accumulate(self, grad: torch.Tensor) -> None:
         """Add `grad` (full shape, the parameter's dtype) to what is stored.
 

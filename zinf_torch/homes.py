@@ -26,12 +26,13 @@ class Homes:
     def of(
         cls,
         *,
-        parameters: HomeRule,
-        gradients: HomeRule,
-        optimizer_states: HomeRule,
+        parameters: HomeRule | None,
+        gradients: HomeRule | None,
+        optimizer_states: HomeRule | None,
         tiers: tuple[str, ...],
     ) -> Homes:
-        """Return the homes after checking every name against `tiers`. Raises ConfigError."""
+        """Return the homes after checking every name against `tiers`, of which the last is the
+        default. Raises ConfigError."""
         return cls(
             parameters=_rules("parameters", parameters, tiers),
             gradients=_rules("gradients", gradients, tiers),
@@ -46,7 +47,8 @@ class Homes:
         return next(tier for pattern, tier in rules if fnmatchcase(name, pattern))
 
 
-def _rules(what: str, rule: HomeRule, tiers: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+def _rules(what: str, rule: HomeRule | None, tiers: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    rule = tiers[-1] if rule is None else rule
     pairs = (("*", rule),) if isinstance(rule, str) else tuple(rule.items())
     for _, tier in pairs:
         if tier not in tiers:

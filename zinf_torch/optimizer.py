@@ -22,7 +22,7 @@ from zinf_torch.update import EmptyUpdate, ParameterUpdate
 
 if TYPE_CHECKING:
     from zinf_core.runtime.loans import Loan
-    from zinf_torch.api import Runtime
+    from zinf_torch.attachment import Attachment
     from zinf_torch.tensor_page import TensorPage
 
 Update = ParameterUpdate | EmptyUpdate
@@ -39,7 +39,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        runtime: Runtime,
+        room: Attachment,
         optimizer_class: type[torch.optim.Optimizer],
         params: ParamGroups,
         *,
@@ -57,12 +57,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "LBFGS updates all parameters at once and cannot be streamed; "
                 "use an optimizer that updates parameter by parameter"
             )
-        self._runtime = runtime
+        self._room = room
         self._class = optimizer_class
         self._master_weights = master_weights
         self._options = dict(options)
         self._owned: list[TensorPage] = []
-        weakref.finalize(self, runtime.abandon, self._owned).atexit = False
+        weakref.finalize(self, room.abandon, self._owned).atexit = False
         self._stand_ins = StandIns(optimizer_class)
         self._inner = self._stand_ins.build(list(params), options)
         self._attributes: dict[str, int | float | str] = {}
@@ -91,16 +91,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
         planned: list[tuple[ParameterStates, list[PlannedState]]] = []
         updates: dict[torch.Tensor, Update] = {}
         for param in params:
-            self._runtime.adopt(param, f"parameter_{len(self._updates) + len(updates)}")
+            self._room.adopt(param, f"parameter_{len(self._updates) + len(updates)}")
             if isinstance(param, PagedParameter):
                 states = ParameterStates(
-                    self._runtime, param, master_weights=self._master_weights, owned=self._owned
+                    self._room, param, master_weights=self._master_weights, owned=self._owned
                 )
                 planned.append((states, states.plan(self._construct, group)))
                 updates[param] = ParameterUpdate(states)
             else:
                 updates[param] = EmptyUpdate(param)
-        self._runtime.check_states(planned, self._class.__name__)
+        self._room.set_up.check_states(planned, self._class.__name__)
         for states, wanted in planned:
             states.reserve(wanted)
         self._updates.update(updates)
@@ -123,7 +123,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         with torch.inference_mode(mode=False), torch.no_grad():
             for group in self.param_groups:
                 self._step_group(group)
-        self._runtime.pager.end_iteration()
+        self._room.pager.end_iteration()
         return result
 
     def _step_group(self, group: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         ]
         if not updates:
             return
-        available = self._runtime.available_host_nbytes()
+        available = self._room.available_host_nbytes()
         sizes = [0 if u.states is None else u.states.working_nbytes() for u in updates]
         limit = max(*sizes, available // 3)
         ranges = sub_group_ranges(sizes, limit)
@@ -153,7 +153,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             changed = self._update_sub_group(original, members, loans)
 
         try:
-            stream_sub_groups(self._runtime.desk, sub_groups, update, available_nbytes=available)
+            stream_sub_groups(self._room.desk, sub_groups, update, available_nbytes=available)
         finally:
             group.update(changed)
 

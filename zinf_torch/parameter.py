@@ -20,6 +20,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from zinf_core.errors import UnsupportedError
+from zinf_torch.functions import SPECIAL, autograd_grad, set_values
 from zinf_torch.overrides import (
     METADATA,
     RAW_ACCESS,
@@ -44,6 +45,19 @@ def take_raw_grad(param: torch.Tensor) -> torch.Tensor | None:
         return grad
 
 
+@classmethod  # type: ignore[misc]
+def _torch_function(
+    cls: type,
+    func: Callable[..., Any],
+    types: Sequence[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Run `func` with the bytes of every page among its arguments. May block."""
+    del cls, types
+    return dispatch(func, args, kwargs or {})
+
+
 class PagedTensor(torch.Tensor):
     """Handle of a page that is not a parameter: a gradient, an optimizer state, `p.data`."""
 
@@ -53,6 +67,21 @@ class PagedTensor(torch.Tensor):
     zinf_counts_edits = False
     __hash__ = object.__hash__
 
+    def zinf_watch(self) -> None:
+        """Do nothing: only parameters have gradients that are taken home."""
+
+    def zinf_alias(self) -> PagedTensor:
+        """Return another handle of the page."""
+        return PagedTensor.of(self.zinf_page)
+
+    def zinf_rebind(self, value: torch.Tensor) -> None:
+        """Refuse to become something else: several handles share the page."""
+        page = self.zinf_page
+        raise UnsupportedError(
+            f"{page.label} is {page.dtype} {list(page.shape)}; its .data cannot become "
+            f"{value.dtype} {list(value.shape)}"
+        )
+
     @classmethod
     def of(cls, page: TensorPage) -> PagedTensor:
         """Return a new handle of `page`."""
@@ -60,17 +89,17 @@ class PagedTensor(torch.Tensor):
         page.adopt_handle(handle)
         return handle  # type: ignore[no-any-return]
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run `func` with the bytes of every page among its arguments. May block."""
-        del types
-        return dispatch(func, args, kwargs or {})
+    __torch_function__ = _torch_function
+
+    def set_(self, source: Any = None, *args: Any) -> Any:
+        """Take the values of `source`, which torch's `set_` would take the memory of."""
+        return set_values(self, source, args)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return what a plain tensor shows."""
+        del tensor_contents
+        with self.zinf_page.pager.pinned(self.zinf_page.page) as view:
+            return repr(view)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor with the page's values."""
@@ -97,17 +126,26 @@ class PagedParameter(nn.Parameter):
     """Every page of this parameter: its own, gradient, master, optimizer states."""
     __hash__ = object.__hash__
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run `func` with the bytes of every page among its arguments. May block."""
-        del types
-        return dispatch(func, args, kwargs or {})
+    __torch_function__ = _torch_function
+
+    def zinf_watch(self) -> None:
+        """Take gradients home from now on, if the parameter requires them."""
+        self.zinf_gradient.watch()
+
+    def zinf_alias(self) -> PagedTensor:
+        """Return a handle of the page that has no gradient."""
+        return PagedTensor.of(self.zinf_page)
+
+    def zinf_rebind(self, value: torch.Tensor) -> None:
+        """Become a parameter of the shape, stride, dtype and values of `value`, without a
+        gradient if its own no longer fits."""
+        old = self.zinf_page
+        page = old.successor(value)
+        old.forget_handle(self)
+        page.adopt_handle(self)
+        self.zinf_gradient.forget_if_unlike(value)
+        self.zinf_states.append(page)
+        old.remove()
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -115,16 +153,35 @@ class PagedParameter(nn.Parameter):
 
         A handle: reading it fetches it, editing it in place takes effect.
         """
+        self._take_in()
         handle: torch.Tensor | None = self.zinf_gradient.handle()
         return handle
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        take_raw_grad(self)
         self.zinf_gradient.assign(value)
 
     @grad.deleter
     def grad(self) -> None:
+        take_raw_grad(self)
         self.zinf_gradient.assign(None)
+
+    def _take_in(self) -> None:
+        """Move what autograd left in the parameter home, for a hook that runs before ours."""
+        raw = take_raw_grad(self)
+        if raw is not None:
+            self.zinf_gradient.accumulate(raw)
+
+    def set_(self, source: Any = None, *args: Any) -> Any:
+        """Take the values of `source`, which torch's `set_` would take the memory of."""
+        return set_values(self, source, args)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return what a plain parameter shows."""
+        del tensor_contents
+        with self.zinf_page.pager.pinned(self.zinf_page.page) as view:
+            return repr(nn.Parameter(view, requires_grad=self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain `nn.Parameter` with the page's values."""
@@ -146,17 +203,13 @@ class PageView(torch.Tensor):
     zinf_registry: ResidentPages
     __hash__ = object.__hash__
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run `func`, with the bytes of every page among its arguments. May block."""
-        del types
-        return dispatch(func, args, kwargs or {})
+    __torch_function__ = _torch_function
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return what a plain tensor shows."""
+        del tensor_contents
+        with DisableTorchFunctionSubclass():
+            return repr(self.as_subclass(torch.Tensor))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
@@ -186,14 +239,14 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func in METADATA:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    special = _SPECIAL.get(func)
+    special = SPECIAL.get(func)
     if special is not None and isinstance(args[0], _HANDLES):
         return special(*args, **kwargs)
     attribute = attribute_of(func)
     if attribute is not None and attribute[1] not in VIEW_ATTRIBUTES:
         return _access_attribute(func, attribute, args)
     if func is torch.autograd.grad:
-        return _autograd_grad(*args, **kwargs)
+        return autograd_grad(*args, **kwargs)
     if is_foreach(func):
         return _run_foreach(func, args, kwargs)
     if func in REFUSED and args and isinstance(args[0], _HANDLES):
@@ -277,7 +330,7 @@ def _access_attribute(
     with DisableTorchFunctionSubclass():
         result = func(*args)
     if accessor == "__set__" and name == "requires_grad" and isinstance(args[0], PagedParameter):
-        args[0].zinf_gradient.watch()
+        args[0].zinf_watch()
     if name == "data" and isinstance(args[0], PageView) and accessor == "__get__":
         registry = args[0].zinf_registry
         page = registry.find(args[0])
@@ -286,29 +339,6 @@ def _access_attribute(
             result.__class__ = PageView
             result.zinf_registry = registry
     return result
-
-
-def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
-    """Run `torch.autograd.grad` with paging on: it needs no bytes of what it differentiates by."""
-    return torch.autograd.grad(_edges(outputs), _edges(inputs), _plain(grad_outputs), **options)
-
-
-def _edges(arg: Any) -> Any:
-    """Replace handles and views by their gradient edges."""
-    if isinstance(arg, PagedParameter | PageView):
-        return torch.autograd.graph.get_gradient_edge(arg)
-    if isinstance(arg, list | tuple):
-        return tuple(_edges(item) for item in arg)
-    return arg
-
-
-def _plain(arg: Any) -> Any:
-    """Replace handles and views by plain tensors of the same values."""
-    if isinstance(arg, PagedParameter | PagedTensor | PageView):
-        return arg.clone()
-    if isinstance(arg, list | tuple):
-        return tuple(_plain(item) for item in arg)
-    return arg
 
 
 def _run_foreach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -326,53 +356,3 @@ def _run_foreach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         if one is not None:
             results.extend(one)
     return tuple(results) if results else None
-
-
-# -- functions with a meaning of their own on handles ------------------------------------------
-
-
-def _get_data(handle: Any) -> PagedTensor:
-    return PagedTensor.of(handle.zinf_page)
-
-
-def _assign_data(handle: Any, value: torch.Tensor) -> None:
-    page: TensorPage = handle.zinf_page
-    if isinstance(value, _HANDLES) and value.zinf_page is page:
-        return
-    if value.shape != page.shape or value.dtype != page.dtype:
-        raise UnsupportedError(
-            f"{page.label} is {page.dtype} {list(page.shape)} on its tier; .data cannot become "
-            f"{value.dtype} {list(value.shape)}. Replace the parameter and attach the module again"
-        )
-    with torch.no_grad():
-        run_with_pages(torch.Tensor.copy_, (PagedTensor.of(page), value), {})
-
-
-def _stride(handle: Any, dim: int | None = None) -> Any:
-    stride = handle.zinf_page.stride
-    return stride if dim is None else stride[dim]
-
-
-def _is_contiguous(handle: Any, memory_format: Any = torch.contiguous_format) -> bool:
-    page = handle.zinf_page
-    meta = torch.empty_strided(page.shape, page.stride, device="meta")
-    return meta.is_contiguous(memory_format=memory_format)
-
-
-def _requires_grad(handle: Any, requires_grad: bool = True) -> Any:
-    with DisableTorchFunctionSubclass():
-        torch.Tensor.requires_grad_(handle, requires_grad)
-    if isinstance(handle, PagedParameter):
-        handle.zinf_gradient.watch()
-    return handle
-
-
-_SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
-    torch.Tensor.data.__set__: _assign_data,  # type: ignore[attr-defined]
-    torch.Tensor.detach: _get_data,
-    torch.detach: _get_data,
-    torch.Tensor.stride: _stride,
-    torch.Tensor.is_contiguous: _is_contiguous,
-    torch.Tensor.requires_grad_: _requires_grad,
-}

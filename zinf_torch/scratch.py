@@ -6,21 +6,21 @@ import warnings
 from os import PathLike
 
 from zinf_core.errors import ConfigError
-from zinf_core.units import format_nbytes
+from zinf_core.units import format_nbytes, parse_nbytes
 from zinf_storage.nvme import FolderKind, NvmeOptions, NvmeTier
 
 
 class ScratchFolder:
     """Opens an NVMe tier for one run and removes its files afterwards."""
 
-    def __init__(self, folder: str | PathLike[str], *, capacity_nbytes: int | None) -> None:
+    def __init__(self, folder: str | PathLike[str], *, capacity: int | str | None) -> None:
         """Open `folder`, reclaiming what a killed run left there.
 
         Raises TierLockedError if a run uses it, ConfigError if it holds a committed state, other
         TierErrors if it cannot be used.
         """
-        options = NvmeOptions(capacity_nbytes=capacity_nbytes)
-        self.tier = NvmeTier.open(folder, options=options)
+        limit = None if capacity is None else parse_nbytes(capacity, what="nvme_capacity")
+        self.tier = NvmeTier.open(folder, options=NvmeOptions(capacity_nbytes=limit))
         found = self.tier.found
         if found.kind is FolderKind.COMMITTED:
             self.tier.close()

@@ -224,6 +224,17 @@ class TensorPage:
             view.copy_(value)
             self.edits += 1
 
+    def successor(self, value: torch.Tensor) -> TensorPage:
+        """Return a page at the same home with the values, shape, stride and dtype of `value`."""
+        key, number = self.key, 1
+        while self.pager.has(key):
+            number += 1
+            key = TensorKey(self.key.name, self.key.kind_value, f"#{number}")
+        page = TensorPage(self.pager, self.registry, key, like=value, home=self.page.home)
+        page.label = self.label
+        page.fill(value.detach())
+        return page
+
     def meta(self) -> torch.Tensor:
         """Return a meta tensor of this page's shape, stride and dtype."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")

@@ -61,6 +61,10 @@ def settings(tmp_path: Path) -> dict[str, dict[str, object]]:
     }
 
 
+RATES = {"constant": (1 / 3, 2 / 3, 1.0, 1.0), "linear": (1 / 3, 2 / 3, 1 / 2, 1 / 4)}
+"""Factors on the learning rate: two steps of warm-up, four steps in all."""
+
+
 def plain_training(config: TrainConfig) -> tuple[list[float], list[float], list[str]]:
     """Return (step losses, held-out losses, samples) of the loop anyone would write."""
     torch.manual_seed(7)
@@ -81,7 +85,7 @@ def plain_training(config: TrainConfig) -> tuple[list[float], list[float], list[
         samples.append(tokenizer.decode(made[0].tolist()))
 
     measure()
-    for factor in (1 / 3, 2 / 3, 1.0, 1.0):
+    for factor in RATES[config.train.schedule.value]:
         optimizer.param_groups[0]["lr"] = 0.01 * factor
         parts = []
         for batch in itertools.islice(batches, 2):
@@ -96,12 +100,13 @@ def plain_training(config: TrainConfig) -> tuple[list[float], list[float], list[
     return losses, held_out_losses, samples
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("checkpointing", "schedule"), [(False, "constant"), (True, "linear")])
 def test_same_losses_as_a_plain_loop(
-    settings: dict[str, dict[str, object]], checkpointing: bool, tmp_path: Path
+    settings: dict[str, dict[str, object]], checkpointing: bool, schedule: str, tmp_path: Path
 ) -> None:
     """Catches a lost micro-batch, a wrong learning rate, or clipping left out."""
     settings["model"]["gradient_checkpointing"] = checkpointing
+    settings["train"]["schedule"] = schedule
     config = from_mapping(TrainConfig, settings)
     stream = io.StringIO()
     summary = train(config, LineReporter(stream), json_path=tmp_path / "summary.json")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from zinf_core.buffers import Buffer
 from zinf_core.completion import Completion
 from zinf_core.keys import StateKind, TensorKey
-from zinf_core.runtime.events import Event, EventKind
+from zinf_core.runtime.events import Event, EventKind, Observer
 from zinf_core.runtime.loans import LoanDesk
 from zinf_core.runtime.page import Page
 from zinf_core.runtime.pager import Pager
@@ -32,9 +32,7 @@ def noise(nbytes: int, seed: int) -> bytes:
 
 
 def pool_of(num_pages: int, name: str = "device") -> BufferPool:
-    return BufferPool(
-        name, budget_nbytes=num_pages * PAGE_NBYTES, allocator=PageAlignedAllocator()
-    )
+    return BufferPool(name, budget_nbytes=num_pages * PAGE_NBYTES, allocator=PageAlignedAllocator())
 
 
 class ArrayClient:
@@ -62,6 +60,7 @@ class World:
         host_pages: int = 4,
         device_pool: BufferPool | None = None,
         host_pool: BufferPool | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.slow = slow
         self.device_pool = device_pool or pool_of(device_pages)
@@ -76,7 +75,7 @@ class World:
             tiers=self.tiers,
             device_pool=self.device_pool,
             host_pool=self.host_pool,
-            observers=(self.events.append,),
+            observers=(self.events.append, *([observer] if observer else [])),
         )
         self.desk = LoanDesk(self.pager)
         self.pages: dict[str, Page] = {}

@@ -83,7 +83,9 @@ def test_views_are_seen_by_later_uses_of_the_memory(name: str) -> None:
 def test_a_copy_is_no_view() -> None:
     """Catches counting what does not alias the memory."""
     buffer = allocated()
-    kept = [buffer.array.copy(), buffer.array.tobytes(), buffer.array[3], torch.tensor(buffer.array)]
+    array = buffer.array
+    kept = [array.copy(), array.tobytes(), array[3], torch.tensor(array)]
+    del array
     assert not buffer.is_shared()
     assert len(kept) == 4
 

@@ -36,7 +36,7 @@ def interesting_fp32() -> npt.NDArray[np.float32]:
 
 def halfway_fp32() -> npt.NDArray[np.float32]:
     """Return the middle of every two neighbouring fp16 numbers, and the fp32 on either side."""
-    finite = ALL_16_BITS[: 0x7C00].view(np.float16).astype(np.float64)
+    finite = ALL_16_BITS[:0x7C00].view(np.float16).astype(np.float64)
     middles = ((finite[:-1] + finite[1:]) / 2).astype(np.float32)
     around = [middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(9e9))]
     return np.concatenate([*around, *(-part for part in around)])

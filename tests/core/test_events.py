@@ -15,10 +15,11 @@ def test_bytes_are_counted_per_tier_and_direction() -> None:
         (EventKind.READ, "nvme", 10),
         (EventKind.READ, "nvme", 5),
         (EventKind.WRITE, "nvme", 3),
+        (EventKind.WRITE, "nvme", 4),
         (EventKind.READ, "host", 7),
     ]:
         counter(Event(kind, key("w"), tier, nbytes))
-    assert counter.of("nvme") == Traffic(read_nbytes=15, written_nbytes=3)
+    assert counter.of("nvme") == Traffic(read_nbytes=15, written_nbytes=7)
     assert counter.of("host") == Traffic(read_nbytes=7, written_nbytes=0)
     assert counter.of("device") == Traffic()
 

@@ -103,6 +103,9 @@ def test_create_over_old_bytes_reads_nothing(world: World) -> None:
     assert world.log() == []
     world.pager.evict_all()
     assert world.bytes_of(a) == C
+    world.fill(a, A)
+    world.pager.evict_all()
+    assert world.bytes_of(a) == A
 
 
 def test_a_lease_evicts_no_more_than_it_needs(world: World) -> None:
@@ -278,9 +281,10 @@ def test_what_cannot_fit_is_refused_with_the_reasons(world: World) -> None:
     with world.pager.pinned(a), world.pager.pinned(b):
         with pytest.raises(BudgetExceededError) as caught:
             world.pager.create(world.add("c"))
-        for part in ("device budget of 8.00 KiB", "c/param (4.00 KiB)", "a/param (4.00 KiB)",
-                     "b/param (4.00 KiB)", "Raise the device budget by at least 4.00 KiB"):  # fmt: skip
-            assert part in str(caught.value)
+        message = str(caught.value)
+        assert "device budget of 8.00 KiB has no room for c/param (4.00 KiB)" in message
+        assert "a/param (4.00 KiB), b/param (4.00 KiB)" in message
+        assert "Raise the device budget by at least 4.00 KiB" in message
     assert world.bytes_of(a) == A
     assert world.leased_pages()[0] <= 2
 
@@ -306,7 +310,7 @@ def test_views_in_reference_cycles_give_way(world: World) -> None:
 def test_host_memory_can_be_leased_up_to_its_budget(world: World) -> None:
     """Catches working memory that is not counted, or that is refused while there is room."""
     leases = [world.pager.lease_host(P) for _ in range(4)]
-    with pytest.raises(BudgetExceededError, match="host budget of 16.00 KiB has no room"):
+    with pytest.raises(BudgetExceededError, match=r"host budget of 16\.00 KiB has no room"):
         world.pager.lease_host(1)
     leases.pop().release()
     assert world.pager.lease_host(1).buffer.nbytes == 1

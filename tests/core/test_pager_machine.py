@@ -6,6 +6,7 @@ import gc
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from core_helpers import ArrayClient, Bytes, World, key, noise
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -252,7 +253,7 @@ class PagerMachine(RuleBasedStateMachine):
         for known in self.known:
             for loan in known.loans:
                 self.world.desk.give_back(loan, written=False)
-            for _ in known.pins:
+            for _ in range(len(known.pins)):
                 self.pager.unpin(known.page)
             known.loans.clear()
             known.pins.clear()
@@ -270,4 +271,4 @@ class PagerMachine(RuleBasedStateMachine):
         assert self.slow.usage().num_keys == self.slow.num_pending == 0
 
 
-TestPagerMachine = PagerMachine.TestCase
+TestPagerMachine = pytest.mark.slow(PagerMachine.TestCase)

@@ -46,11 +46,12 @@ def test_ranges_are_as_few_as_possible(sizes: list[int], limit: int) -> None:
 
 
 @given(SIZES.filter(any), st.data())
-def test_an_item_over_the_limit_is_refused_by_its_index(sizes: list[int], data: st.DataObject) -> None:
+def test_an_item_over_the_limit_is_named(sizes: list[int], data: st.DataObject) -> None:
     """Catches a range over the limit instead of an error that names the item."""
     limit = data.draw(st.integers(0, max(sizes) - 1))
     first = next(index for index, size in enumerate(sizes) if size > limit)
-    with pytest.raises(BudgetTooSmallError, match=rf"item {first} needs {sizes[first]} B.*{limit} B"):
+    message = rf"item {first} needs {sizes[first]} B.*{limit} B"
+    with pytest.raises(BudgetTooSmallError, match=message):
         sub_group_ranges(sizes, limit)
 
 

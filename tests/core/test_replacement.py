@@ -16,8 +16,8 @@ from zinf_core.policy.trace import TraceCursor
 TRACES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
 
 
-def candidate(name: str, last_use: int = 0, next_use: int | None = None, nbytes: int = 1) -> Candidate:
-    return Candidate(key=key(name), nbytes=nbytes, last_use=last_use, next_use=next_use)
+def candidate(name: str, last_use: int = 0, next_use: int | None = None) -> Candidate:
+    return Candidate(key=key(name), nbytes=1, last_use=last_use, next_use=next_use)
 
 
 def order(*candidates: Candidate) -> str:
@@ -41,7 +41,16 @@ def test_by_hand(candidates: list[Candidate], expected: str) -> None:
     assert order(*candidates) == expected
 
 
-@given(st.permutations([candidate(n, i, u) for i, (n, u) in enumerate(zip("abcde", (3, None, 9, None, 1), strict=True))]))
+SOME = [
+    candidate("a", 0, 3),
+    candidate("b", 1, None),
+    candidate("c", 2, 9),
+    candidate("d", 3, None),
+    candidate("e", 4, 1),
+]
+
+
+@given(st.permutations(SOME))
 def test_the_order_does_not_depend_on_the_order_given(candidates: list[Candidate]) -> None:
     """Catches a result that follows a dict's order, which differs between ranks."""
     assert order(*candidates) == "bdcae"
@@ -80,7 +89,7 @@ def misses_of_policy(trace: str, num_slots: int, cursor: TraceCursor) -> tuple[i
 
 
 @given(TRACES, st.integers(1, 4))
-def test_a_known_iteration_costs_as_few_fetches_as_possible(names: list[str], num_slots: int) -> None:
+def test_a_known_iteration_is_fetched_optimally(names: list[str], num_slots: int) -> None:
     """Catches a next use that is off by one or from the wrong place, and any other victim."""
     trace = "".join(name for name, _ in itertools.groupby(names))
     cursor = TraceCursor()
@@ -112,4 +121,6 @@ def test_a_loop_larger_than_the_budget_keeps_part_of_it() -> None:
     for name in "abcd":
         cursor.advance(key(name))
     cursor.end_iteration()
-    assert misses_of_policy("abcd" * 3, 3, cursor)[0] < misses_of_policy("abcd" * 3, 3, TraceCursor())[0]
+    known, _ = misses_of_policy("abcd" * 3, 3, cursor)
+    unknown, _ = misses_of_policy("abcd" * 3, 3, TraceCursor())
+    assert (known, unknown) == (6, 12)

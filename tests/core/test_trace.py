@@ -111,7 +111,7 @@ def test_surprises_cost_nothing_but_themselves(since: str, expected: str) -> Non
 
 @given(st.lists(st.sampled_from("abcdefxyz"), max_size=20))
 def test_the_place_is_found_again_whatever_came_before(noise: list[str]) -> None:
-    """Catches a cursor that some history leaves astray: every key is unique, one access suffices."""
+    """Catches a cursor that some history leaves astray: as keys are unique, one access suffices."""
     cursor = cursor_after("abcdef", [*noise, "c"])
     assert expected_order(cursor, "abcdef") == "defabc"
 

@@ -94,16 +94,22 @@ def on_tightest(
                 result = script(runtime)
                 usage = runtime.usage()
         except BudgetTooSmallError as exc:
-            refusal = _NEEDED.search(str(exc))
-            assert refusal is not None, f"the refusal does not say what to set: {exc}"
-            assert int(refusal[2]) > budgets[refusal[1]], f"no progress: {exc}"
-            budgets[refusal[1]] = int(refusal[2])
+            budgets |= _raised(budgets, str(exc))
             continue
         for name, used in usage.items():
             assert used.peak_nbytes <= budgets[name] == used.budget_nbytes
         assert not (folder / "nvme").exists()
         return result
     raise AssertionError(f"no accepted budget found, last {budgets}")
+
+
+def _raised(budgets: dict[str, int], refusal: str) -> dict[str, int]:
+    """Return the budget that `refusal` names with the bytes it asks for."""
+    match = _NEEDED.search(refusal)
+    assert match is not None, f"the refusal does not say what to set: {refusal}"
+    name, nbytes = match[1], int(match[2])
+    assert nbytes > budgets[name], f"no progress: {refusal}"
+    return {name: nbytes}
 
 
 def on_plain(script: Script) -> Any:
@@ -127,7 +133,7 @@ def assert_same(actual: Any, expected: Any, where: str = "result") -> None:
         same = torch.equal(torch.nan_to_num(actual), torch.nan_to_num(expected))
         assert same, f"{where}:\n{actual}\nis not\n{expected}"
     elif isinstance(expected, dict):
-        assert list(actual) == list(expected), where
+        assert list(actual) == list(expected), (where, list(actual), list(expected))
         for key, value in expected.items():
             assert_same(actual[key], value, f"{where}[{key!r}]")
     elif isinstance(expected, list | tuple):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from faults.support import (
     assert_same,
     batch,
@@ -23,8 +25,6 @@ from faults.support import (
     update,
     values,
 )
-from torch import nn
-
 from zinf_core.errors import UnsupportedError
 from zinf_core.units import PAGE_NBYTES
 

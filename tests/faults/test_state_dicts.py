@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import nn
+
 from faults.support import (
     Plain,
     assert_same,
@@ -25,10 +29,6 @@ from faults.support import (
     train,
     values,
 )
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
-from torch import nn
-
 from zinf_torch import Runtime
 
 
@@ -64,9 +64,8 @@ def _pickled(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _as_safetensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return load_safetensors(
-        save_safetensors({n: v.clone() for n, v in model.state_dict().items()})
-    )
+    saved = save_safetensors({n: v.clone() for n, v in model.state_dict().items()})
+    return dict(sorted(load_safetensors(saved).items()))
 
 
 SAVES: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {

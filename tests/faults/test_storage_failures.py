@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults.children import run_child
-from faults.support import mlp, square_loss, train, values
 
 import zinf_torch as zt
+from faults.children import run_child
+from faults.support import mlp, square_loss, train, values
 from zinf_core.buffers import HostBuffer
 from zinf_core.errors import CorruptDataError, TierError, TierFullError, TransferError
 from zinf_core.keys import StateKind, TensorKey
@@ -35,9 +35,7 @@ def test_p13_a_capacity_that_is_too_small_is_refused_at_setup(tmp_path: Path, pa
     """P13: no early check; a late crash. The refusal names path, needed and allowed bytes."""
     model = mlp(8, 2)
     before = values(model)
-    with zt.Runtime(
-        **BUDGETS, nvme=tmp_path / "z", nvme_capacity=pages * PAGE_NBYTES
-    ) as runtime:
+    with zt.Runtime(**BUDGETS, nvme=tmp_path / "z", nvme_capacity=pages * PAGE_NBYTES) as runtime:
         with pytest.raises(TierFullError) as caught:
             runtime.optimizer(torch.optim.AdamW, runtime.attach(model).parameters(), lr=0.1)
         for part in (str(tmp_path / "z"), str(pages * PAGE_NBYTES), "bytes"):
@@ -49,7 +47,7 @@ def test_p13_a_capacity_that_is_too_small_is_refused_at_setup(tmp_path: Path, pa
 def test_p13_every_capacity_is_refused_at_setup_or_enough(tmp_path: Path) -> None:
     """P13: a capacity that set-up accepts and that is full in the middle of training."""
     accepted = []
-    for pages in range(12, 44):
+    for pages in range(14, 26):
         with zt.Runtime(
             **BUDGETS, nvme=tmp_path / "z", nvme_capacity=pages * PAGE_NBYTES
         ) as runtime:
@@ -61,7 +59,7 @@ def test_p13_every_capacity_is_refused_at_setup_or_enough(tmp_path: Path) -> Non
             accepted.append(pages)
             if len(accepted) < 4:
                 train(model, optimizer, 2, square_loss)
-    assert accepted == list(range(accepted[0], 44))
+    assert accepted == list(range(accepted[0], 26))
 
 
 @pytest.fixture
@@ -80,8 +78,7 @@ def test_p13_a_full_disk_is_refused_at_setup(small_disk: Path) -> None:
     """P13: the disk fills after hours. Here the model's states do not fit 256 KiB."""
     with zt.Runtime(device=64 * KiB, host=256 * KiB, nvme=small_disk / "z") as runtime:
         with pytest.raises(TierFullError) as caught:
-            model = runtime.attach(mlp(64, 4))
-            runtime.optimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
+            runtime.attach(mlp(64, 16))
         assert str(small_disk / "z") in str(caught.value)
         assert re.search(r"needs \d+ bytes", str(caught.value))
         assert re.search(r"\d+ bytes are free there", str(caught.value))
@@ -350,7 +347,7 @@ def test_p14_a_truncated_file(saved: Path, name: str, left: str) -> None:
     size = path.stat().st_size
     if name.startswith("segment"):
         tier = NvmeTier.open(saved, options=OPTIONS)
-        size = max(tier.stat(key).offset + tier.stat(key).nbytes for key in tier.keys())
+        size = max(tier.stat(key).offset + tier.stat(key).nbytes for key in list(tier.keys()))
         tier.close()
     kept = {"all but one byte": size - 1, "half": size // 2, "nothing": 0}[left]
     os.truncate(path, kept)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
+import torch.nn.functional as F
+from torch import nn
+
 from faults.support import (
     assert_same,
     batch,
@@ -24,8 +26,6 @@ from faults.support import (
     update,
     values,
 )
-from torch import nn
-
 from zinf_core.units import PAGE_NBYTES
 
 
@@ -337,7 +337,7 @@ CALLS: dict[str, Callable[[Encoder, torch.Tensor], torch.Tensor]] = {
     "bound method": lambda m, ids: m.encode(ids),
     "partial": lambda m, ids: functools.partial(m.forward, scale=2.0)(ids),
     "forward": lambda m, ids: m.forward(ids),
-    "a method of the class": lambda m, ids: Encoder.encode(m, ids),
+    "a method of the class": Encoder.encode,
     "F.embedding": lambda m, ids: m.body(F.embedding(ids, m.embed.weight)),
     "an index": lambda m, ids: m.body(m.embed.weight[ids]),
     "gathered rows": lambda m, ids: m.embed.weight.index_select(0, ids.flatten()),

@@ -17,7 +17,9 @@ class Case(nn.Module):
     """Parts under their names, and `compute`, which makes a tensor of them and the batch."""
 
     def __init__(
-        self, compute: Callable[[Any, torch.Tensor], torch.Tensor], **parts: nn.Module | nn.Parameter
+        self,
+        compute: Callable[[Any, torch.Tensor], torch.Tensor],
+        **parts: nn.Module | nn.Parameter,
     ) -> None:
         super().__init__()
         self._compute = compute
@@ -116,7 +118,6 @@ def _own_edit(m: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         m.weight.mul_(0.99)
     return x @ m.weight
-
 
 
 def _mlp() -> nn.Module:

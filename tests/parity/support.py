@@ -71,9 +71,7 @@ def train(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     return trace
 
 
-def outcome(
-    trace: list[float], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Outcome:
+def outcome(trace: list[float], model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
     """Collect what is compared, as plain tensors."""
     states = optimizer.state_dict()["state"]
     return Outcome(
@@ -114,26 +112,20 @@ def tightest(
 
     `device` and `host` are where the search begins, without what lives there for good.
     """
-    device += home_nbytes(recipe, "device", homes)
-    host += home_nbytes(recipe, "host", homes)
+    budgets = {
+        "device": device + home_nbytes(recipe, "device", homes),
+        "host": host + home_nbytes(recipe, "host", homes),
+    }
     while True:
         with ExitStack() as stack:
-            runtime = stack.enter_context(
-                zt.Runtime(device=device, host=host, nvme=folder, **homes)
-            )
+            runtime = stack.enter_context(zt.Runtime(nvme=folder, **budgets, **homes))
             try:
                 model = runtime.attach(build(recipe))
                 optimizer = runtime.optimizer(
                     recipe.optimizer, model.parameters(), **recipe.options
                 )
             except BudgetTooSmallError as refusal:
-                name, least = refused(refusal)
-                if name == "device":
-                    assert least > device, refusal
-                    device = least
-                else:
-                    assert least > host, refusal
-                    host = least
+                budgets = raised(budgets, refusal)
                 continue
             yield runtime, model, optimizer
             return
@@ -144,6 +136,13 @@ def refused(refusal: BudgetTooSmallError) -> tuple[str, int]:
     match = re.search(r"Set (device|host) to at least (\d+) bytes", str(refusal))
     assert match is not None, refusal
     return match[1], int(match[2])
+
+
+def raised(budgets: Mapping[str, int], refusal: BudgetTooSmallError) -> dict[str, int]:
+    """Return the budgets with the refused one at the least bytes the refusal asks for."""
+    name, least = refused(refusal)
+    assert least > budgets[name], refusal
+    return {**budgets, name: least}
 
 
 def home_nbytes(recipe: Recipe, tier: str, homes: Mapping[str, Any]) -> int:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity.models import Transformer, transformer_loss
-from parity.support import Recipe, tightest
 from torch import nn
 
 import zinf_torch as zt
+from parity.models import Transformer, transformer_loss
+from parity.support import Recipe, tightest
 from zinf_core.units import KiB
 
 STEPS = 4

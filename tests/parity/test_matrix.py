@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import zinf_torch as zt
 from parity.models import Transformer, transformer_loss
 from parity.support import (
     TIERS,
@@ -23,8 +25,6 @@ from parity.support import (
     train_plain,
     train_tightest,
 )
-
-import zinf_torch as zt
 from zinf_core.errors import BudgetTooSmallError
 from zinf_core.units import MiB
 
@@ -56,9 +56,7 @@ def recipe(
 @cache
 def plain(name: str, num_steps: int, accumulation: int = 1, clip: float | None = None) -> Outcome:
     """Return what plain PyTorch gives, computed once per session."""
-    return train_plain(
-        recipe(name, num_steps=num_steps, accumulation=accumulation, clip=clip)
-    )
+    return train_plain(recipe(name, num_steps=num_steps, accumulation=accumulation, clip=clip))
 
 
 @pytest.mark.slow
@@ -96,9 +94,7 @@ def test_gradient_homes(
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_everything_in_memory(
-    tmp_path: Path, tier: str, optimizer: str, accumulation: int
-) -> None:
+def test_everything_in_memory(tmp_path: Path, tier: str, optimizer: str, accumulation: int) -> None:
     """Catches states used in place that alias each other, or an update applied to a copy."""
     options: dict[str, Any] = {"num_steps": 3, "accumulation": accumulation, "clip": 0.5}
     homes = dict.fromkeys(("parameters", "gradients", "optimizer_states"), tier)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from parity.operations import OPERATIONS, loss
 from parity.support import Recipe, assert_same, build, tightest, train_plain, train_tightest
-from torch import nn
 
 
 def recipe(name: str) -> Recipe:
@@ -37,17 +38,17 @@ def test_gradients_before_the_step(tmp_path: Path, name: str) -> None:
         for _ in range(2):
             used.batch_loss(model, generator).backward()
         return {
-            name: None if param.grad is None else param.grad.clone()
-            for name, param in model.named_parameters()
+            path: None if param.grad is None else param.grad.clone()
+            for path, param in model.named_parameters()
         }
 
     expected = gradients(build(used))
     with tightest(used, tmp_path / "z") as (_, model, _):
         found = gradients(model)
     assert found.keys() == expected.keys()
-    for name, grad in expected.items():
-        other = found[name]
-        assert (other is None) == (grad is None), name
+    for path, grad in expected.items():
+        other = found[path]
+        assert (other is None) == (grad is None), path
         if grad is not None and other is not None:
             assert other.dtype is grad.dtype
-            assert torch.equal(other, grad), name
+            assert torch.equal(other, grad), path

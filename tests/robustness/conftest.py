@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from robustness.support import num_fds
 
 

@@ -143,9 +143,7 @@ models = st.builds(
 _rule: st.SearchStrategy[Any] = st.sampled_from(TIERS) | st.fixed_dictionaries(
     {"body.0.*": st.sampled_from(TIERS), "*.bias": st.sampled_from(TIERS)},
 ).flatmap(lambda rule: st.sampled_from(TIERS).map(lambda last: {**rule, "*": last}))
-homes = st.fixed_dictionaries(
-    {"parameters": _rule, "gradients": _rule, "optimizer_states": _rule}
-)
+homes = st.fixed_dictionaries({"parameters": _rule, "gradients": _rule, "optimizer_states": _rule})
 schedules = st.builds(
     Schedule,
     optimizer=st.sampled_from(["AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta"]),

@@ -88,7 +88,7 @@ def run_python(
     """Run `source` in a fresh interpreter that finds zinf and the tests, and return its output."""
     paths = [str(ROOT), str(ROOT / "tests")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(  # noqa: S603 - our own source, our own interpreter
+    return subprocess.run(
         [sys.executable, *flags, "-c", source, *map(str, args)],
         env=environment,
         capture_output=True,

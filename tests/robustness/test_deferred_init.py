@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from parity.models import Transformer, transformer_loss
-from robustness.constructors import CONSTRUCTORS
-from robustness.support import assert_equal_values, idle_nbytes, run_python, values
 from torch import nn
 
 import zinf_torch as zt
+from robustness.constructors import CONSTRUCTORS
+from robustness.support import assert_equal_values, idle_nbytes, run_python, values
 from zinf_core.errors import BudgetTooSmallError
 from zinf_core.units import KiB, MiB
 
@@ -112,7 +112,7 @@ def test_plain_tensors_in_the_context(tmp_path: Path) -> None:
         return [
             torch.Tensor(), torch.Tensor([1.0, 2.0]), torch.tensor(5), torch.arange(4),
             torch.empty(0), torch.zeros(3, dtype=torch.int8), torch.Tensor(3).fill_(1),
-            torch.randn(2), torch.from_numpy(torch.ones(2).numpy()), torch.nn.Parameter(torch.ones(2)),
+            torch.randn(2), torch.from_numpy(torch.ones(2).numpy()), nn.Parameter(torch.ones(2)),
         ]  # fmt: skip
 
     expected = seeded(made)  # type: ignore[arg-type]

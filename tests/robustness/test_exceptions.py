@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from parity.support import Recipe, tightest
-from robustness.support import assert_equal_values, idle_nbytes, mlp, train, values
 from torch import nn
+
+from robustness.support import assert_equal_values, idle_nbytes, mlp, train, values
 
 NUM_TIMES = 50
 LAYER = 2
@@ -324,7 +325,11 @@ def test_exception_held_by_the_user(tmp_path: Path) -> None:
     """Catches bytes that stay counted, and in the way, because a traceback that the user keeps
     (a debugger, a report) holds the frames in which pages were in use."""
     plain = Trial(model := mlp(), torch.optim.AdamW(model.parameters(), lr=1e-2))
-    with tightest(recipe(torch.optim.AdamW, lr=1e-2), tmp_path / "z") as (_, paged_model, optimizer):
+    with tightest(recipe(torch.optim.AdamW, lr=1e-2), tmp_path / "z") as (
+        _,
+        paged_model,
+        optimizer,
+    ):
         paged = Trial(paged_model, optimizer)
         kept: list[BaseException] = []
 

@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from robustness.support import num_fds, run_python, train_on, train_plain
 
 import zinf_torch as zt
+from robustness.support import num_fds, run_python, train_on, train_plain
 from zinf_core.errors import TierError, TransferError
 from zinf_core.units import KiB
 
@@ -40,7 +40,15 @@ def test_optimized_python_gives_the_same_losses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["with spaces and 'quotes\"", "ñandú-学習-🦩", "a/b/c", "%s {0} \\n", "new\nline", "-rf", "x" * 200],
+    [
+        "with spaces and 'quotes\"",
+        "ñandú-学習-🦩",
+        "a/b/c",
+        "%s {0} \\n",
+        "new\nline",
+        "-rf",
+        "x" * 200,
+    ],
     ids=["spaces", "unicode", "nested", "placeholders", "newline", "dash", "long"],
 )
 def test_names_that_are_easily_mishandled(tmp_path: Path, name: str) -> None:

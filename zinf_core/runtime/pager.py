@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from zinf_core.buffers import Buffer
-from zinf_core.errors import InternalError, KeyAbsentError, KeyExistsError
+from zinf_core.errors import InternalError, KeyAbsentError, KeyExistsError, TierFullError
 from zinf_core.keys import TensorKey
 from zinf_core.runtime.events import EventKind, Observer
 from zinf_core.runtime.page import Page, PageClient
@@ -70,7 +70,7 @@ class Pager:
         with self._lock:
             if key in self._pages:
                 raise KeyExistsError(f"{key} is paged already, at home on {self._pages[key].home}")
-            tier.reserve(key, nbytes)
+            self._reserve(tier, key, nbytes)
             page = Page(key, nbytes, home, client)
             page.mapped = home == "device"
             self._pages[key] = page
@@ -209,6 +209,13 @@ class Pager:
 
     # -- private, with the lock held -----------------------------------------------------------
 
+    def _reserve(self, tier: Tier, key: TensorKey, nbytes: int) -> None:
+        try:
+            tier.reserve(key, nbytes)
+        except TierFullError:  # pages that are only cached may hold the room
+            self.evict_all()
+            tier.reserve(key, nbytes)
+
     def _lease_device(self, page: Page) -> Lease:
         return self._memory.lease(self.device_pool, page.nbytes, str(page.key))
 
@@ -216,11 +223,14 @@ class Pager:
         self._io.settle(page)
         if page.view is not None:
             return
+        if page.lease is not None:  # an interrupted eviction left the bytes where they were
+            self._memory.open(page, page.lease)
+            return
         if not page.stored:
             raise InternalError(f"{page.key} was used before it was given a value")
         lease = self._lease_device(page)
-        page.become(Residency.FETCHING)
         try:
+            page.become(Residency.FETCHING)
             self._io.emit(EventKind.DEMAND_FETCH, page)
             transfer = self._io.read(page, lease.buffer, partial(self._fetched, page, lease))
         except BaseException:

@@ -16,6 +16,7 @@ from zinf_core.errors import ConfigError
 from zinf_core.runtime.pool import PoolUsage
 from zinf_storage.machine import peak_rss_nbytes
 from zinf_torch.api import Runtime
+from zinf_torch.heap import return_freed_blocks
 from zinf_torch.train.config import TrainConfig
 from zinf_torch.train.data import TextFiles, cycle_batches, find_text_files, read_batches
 from zinf_torch.train.interrupt import StopRequest
@@ -28,7 +29,7 @@ from zinf_torch.train.loop import (
     read_traffic,
     train_steps,
 )
-from zinf_torch.train.memory import release_unused, return_freed_blocks, rss_nbytes
+from zinf_torch.train.memory import release_unused, rss_nbytes
 from zinf_torch.train.optimizer_choice import OptimizerChoice, choose_optimizer
 from zinf_torch.train.report import Reporter
 from zinf_torch.train.source import open_source

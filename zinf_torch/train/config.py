@@ -27,6 +27,14 @@ class FloatType(enum.Enum):
     """With fp32 master weights, which the optimizer updates."""
 
 
+class Schedule(enum.Enum):
+    """What the learning rate does after its warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    """Falls in a straight line that would reach 0 one step after the last."""
+
+
 class Home(enum.Enum):
     """Tier where a model state lives when idle."""
 
@@ -104,6 +112,7 @@ class LoopConfig:
     """Global gradient norm to clip to; None: no clipping."""
     warmup: NaturalInt = 0
     """Optimizer steps in which the learning rate grows to its value."""
+    schedule: Schedule = Schedule.CONSTANT
     eval_batches: PositiveInt = 8
     """Micro-batches of held-out text that the held-out loss is the mean of."""
 

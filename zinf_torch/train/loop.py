@@ -12,7 +12,7 @@ from torch import nn
 
 from zinf_core.runtime.pool import PoolUsage
 from zinf_torch.api import Runtime
-from zinf_torch.train.config import LoopConfig
+from zinf_torch.train.config import LoopConfig, Schedule
 from zinf_torch.train.tokenizer import Tokenizer
 
 
@@ -60,7 +60,7 @@ def train_steps(
 
     `clock` gives seconds.
     """
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up(config.warmup))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate_factor(config))
     model.train()
     for number in range(1, config.steps + 1):
         started_s, moved_before = clock(), read_traffic(runtime)
@@ -141,6 +141,13 @@ def _loss_of(model: nn.Module, batch: torch.Tensor) -> Any:
     return model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
-def _warm_up(num_steps: int) -> Callable[[int], float]:
-    """Return the factor on the learning rate: a straight line up to 1, then 1."""
-    return lambda step: min(1.0, (step + 1) / (num_steps + 1))
+def _rate_factor(config: LoopConfig) -> Callable[[int], float]:
+    """Return the factor on the learning rate by the number of steps done."""
+
+    def factor(num_done: int) -> float:
+        warm = min(1.0, (num_done + 1) / (config.warmup + 1))
+        if config.schedule is Schedule.CONSTANT:
+            return warm
+        return min(warm, (config.steps - num_done) / config.steps)
+
+    return factor
