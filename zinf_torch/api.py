@@ -80,21 +80,22 @@ class Runtime:
         observers: Sequence[Observer] = (),
     ) -> None:
         """Open the tiers."""
-        device_nbytes = parse_nbytes(device, what="device")
-        host_nbytes = parse_nbytes(host, what="host")
-        check_machine(device_nbytes, host_nbytes)
+        budgets = {
+            "device": parse_nbytes(device, what="device"),
+            "host": parse_nbytes(host, what="host"),
+        }
+        check_machine(budgets)
         return_freed_blocks()
-        names = ("device", "host") if nvme is None else ("device", "host", "nvme")
+        names = (*budgets, *(() if nvme is None else ("nvme",)))
         self.homes = Homes.of(
             parameters=parameters,
             gradients=gradients,
             optimizer_states=optimizer_states,
             tiers=names,
         )
-        allocator = PageAlignedAllocator()
         pools = {
-            "device": BufferPool("device", budget_nbytes=device_nbytes, allocator=allocator),
-            "host": BufferPool("host", budget_nbytes=host_nbytes, allocator=allocator),
+            name: BufferPool(name, budget_nbytes=nbytes, allocator=PageAlignedAllocator())
+            for name, nbytes in budgets.items()
         }
         tiers: dict[str, Tier] = {name: HostTier(name, pool=pools[name]) for name in pools}
         self._scratch = None if nvme is None else ScratchFolder(nvme, capacity=nvme_capacity)

@@ -32,8 +32,10 @@ class Attachment:
         self._homes = homes
         self._registry = ResidentPages()
         self._names: dict[str, int] = {}
-        self._orphans: deque[list[TensorPage]] = deque()
-        """Pages of what died; finalizers only append, `bury` does the work."""
+        self._owners: dict[weakref.ref[Any], list[TensorPage]] = {}
+        self._dead: deque[weakref.ref[Any]] = deque()
+        """Owners that died. Callbacks only append, which runs no Python code that a lock or an
+        interrupt could meet; `bury` does the work."""
 
     def adopt(self, param: torch.Tensor, name: str) -> None:
         """Page `param` if it is a plain parameter, as `page` does.
@@ -81,7 +83,7 @@ class Attachment:
             paged.zinf_gradient.watch()
             if grad is not None:
                 paged.grad = grad
-        weakref.finalize(param, self.abandon, paged.zinf_states).atexit = False
+        self.own(param, paged.zinf_states)
 
     def rename(self, param: PagedParameter, name: str) -> None:
         """Know `param` as `name` from now on; move it if that name has another home.
@@ -127,14 +129,14 @@ class Attachment:
         param.zinf_states.append(state)
         return state
 
-    def abandon(self, pages: list[TensorPage]) -> None:
-        """Have `bury` free `pages`. For finalizers: takes no lock."""
-        self._orphans.append(pages)
+    def own(self, owner: object, pages: list[TensorPage]) -> None:
+        """Free `pages`, as they are by then, once `owner` is gone."""
+        self._owners[weakref.ref(owner, self._dead.append)] = pages
 
     def bury(self) -> None:
         """Free the room of parameters and optimizers that no longer exist."""
-        while self._orphans:
-            for page in self._orphans.popleft():
+        while self._dead:
+            for page in self._owners.pop(self._dead.popleft()):
                 page.bury()
 
     def _make(self, key: TensorKey, like: torch.Tensor, home: str, label: str) -> TensorPage:

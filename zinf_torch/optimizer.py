@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -62,7 +61,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._master_weights = master_weights
         self._options = dict(options)
         self._owned: list[TensorPage] = []
-        weakref.finalize(self, room.abandon, self._owned).atexit = False
+        room.own(self, self._owned)
         self._stand_ins = StandIns(optimizer_class)
         self._inner = self._stand_ins.build(list(params), options)
         self._attributes: dict[str, int | float | str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -78,15 +78,15 @@ class SetUp:
         return self._pager.tiers[name].usage().allocated_nbytes
 
 
-def check_machine(device_nbytes: int, host_nbytes: int) -> None:
+def check_machine(budgets: Mapping[str, int]) -> None:
     """Raise BudgetTooSmallError if the budgets exceed the memory this process may use."""
     memory = read_memory()
-    total = device_nbytes + host_nbytes
+    total = sum(budgets.values())
     limit = min(memory.total_nbytes, memory.cgroup_limit_nbytes or memory.total_nbytes)
     if total > limit:
         raise BudgetTooSmallError(
-            f"device + host budgets of {format_nbytes(total)} exceed the {format_nbytes(limit)} "
-            f"this process may use; lower them"
+            f"{' + '.join(budgets)} budgets of {format_nbytes(total)} exceed the "
+            f"{format_nbytes(limit)} this process may use; lower them"
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ PACKAGES = ("zinf_core", "zinf_storage", "zinf_torch")
 MUTABLE = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
 
 
-def nodes() -> Iterator[tuple[str, ast.AST]]:
-    """Iterate over every node of the packages, with the place it stands at."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                line = getattr(node, "lineno", 0)
-                yield f"{path.relative_to(ROOT)}:{line}", node
+@cache
+def nodes() -> tuple[tuple[str, ast.AST], ...]:
+    """Return every node of the packages, with the place it stands at."""
+    return tuple(
+        (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node)
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
 
 
 def called(node: ast.AST) -> str:

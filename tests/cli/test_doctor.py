@@ -38,7 +38,10 @@ def test_probe_agrees_with_the_system(tmp_path: Path) -> None:
 
 
 def test_direct_alignment_is_what_direct_io_needs(tmp_path: Path) -> None:
-    """Catches a wrong field of struct statx: half the alignment must be refused by the drive."""
+    """Catches a wrong field of struct statx: what it names must do, half a block must be refused.
+
+    Some drives take memory aligned to less than they name, so that is not tried.
+    """
     file = tmp_path / "f"
     file.write_bytes(bytes(8192))
     found = probe.read_direct_alignment(file)
@@ -49,13 +52,13 @@ def test_direct_alignment_is_what_direct_io_needs(tmp_path: Path) -> None:
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
     try:
         with probe.mmap.mmap(-1, 8192) as memory, memoryview(memory) as view:
-            length, half = found.offset_nbytes, found.memory_nbytes // 2
+            length, start = found.offset_nbytes, found.memory_nbytes
             with view[:length] as part:
                 assert os.preadv(fd, [part], length) == length
             with view[: length // 2] as part, pytest.raises(OSError, match="nvalid"):
                 os.preadv(fd, [part], length // 2)
-            with view[half : half + length] as part, pytest.raises(OSError, match="nvalid"):
-                os.preadv(fd, [part], length)
+            with view[start : start + length] as part:
+                assert os.preadv(fd, [part], length) == length
     finally:
         os.close(fd)
 

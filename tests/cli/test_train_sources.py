@@ -244,8 +244,8 @@ def test_random_source() -> None:
     assert blueprint.weights is None
     assert blueprint.config.vocab_size == 256
     check_vocabulary(blueprint, source.open_tokenizer())
-    with pytest.raises(ConfigError, match="'lama' is unknown to transformers"):
-        RandomSource({"model_type": "lama"}).read_config()
+    with pytest.raises(ConfigError, match="'no-such' is unknown to transformers"):
+        RandomSource({"model_type": "no-such"}).read_config()
     with pytest.raises(ConfigError, match=r"model\.config\.hidden is no setting of LlamaConfig"):
         RandomSource({"model_type": "llama", "hidden": 64}).read_config()
     small = RandomSource({"model_type": "gpt2", "vocab_size": 100, "n_layer": 1})

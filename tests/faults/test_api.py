@@ -157,6 +157,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_p111_mixed_placements(tmp_path: Path, placement: str) -> None:
     """P111: states of one parameter on several tiers: clip, state_dict and step agree."""

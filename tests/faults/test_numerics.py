@@ -234,6 +234,7 @@ def _load_by(way: str, world: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["before attach", "load_state_dict", "torch.load", "copy_", "assigned data"]
 )

@@ -63,6 +63,7 @@ def test_p01_more_weights_in_use_than_buffers(tmp_path: Path, use: str) -> None:
     check_same(script, tmp_path)
 
 
+@pytest.mark.slow
 def test_p01_every_budget_is_refused_at_setup_or_enough(tmp_path: Path) -> None:
     """P01: a pool that is accepted and too small in the middle of a step."""
 
@@ -90,6 +91,7 @@ def test_p01_every_budget_is_refused_at_setup_or_enough(tmp_path: Path) -> None:
     assert accepted == list(itertools.product([4, 6], [8, 10]))
 
 
+@pytest.mark.slow
 def test_p01_one_operation_on_more_than_the_budget_is_named_and_survived(tmp_path: Path) -> None:
     """P01: an operation that takes twelve weights at once ends in an assertion or a dead run."""
 

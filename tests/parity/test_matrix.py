@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zinf_torch as zt
 from parity.models import Transformer, transformer_loss
@@ -17,6 +19,7 @@ from parity.support import (
     Outcome,
     Recipe,
     assert_same,
+    build,
     home_nbytes,
     outcome,
     refused,
@@ -26,7 +29,7 @@ from parity.support import (
     train_tightest,
 )
 from zinf_core.errors import BudgetTooSmallError
-from zinf_core.units import MiB
+from zinf_core.units import PAGE_NBYTES, MiB
 
 OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -119,6 +122,30 @@ def test_homes_by_name(tmp_path: Path, optimizer: str) -> None:
         streamed = runtime.optimizer(used.optimizer, model.parameters(), **used.options)
         found = outcome(train(used, model, streamed), model, streamed)
     assert_same(found, plain(optimizer, **options))
+
+
+@pytest.mark.parametrize("device", [PAGE_NBYTES, MiB], ids=["evicted", "resident"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluating_between_steps(
+    tmp_path: Path, mode: Callable[[], AbstractContextManager[None]], device: int
+) -> None:
+    """Catches a page brought in without gradients, or in inference mode, with which training fails
+    while it stays resident (FAULTS P07, P29)."""
+    used = recipe("adamw", num_steps=1)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        trace = []
+        for _ in range(3):
+            with mode():
+                trace.append(transformer_loss(model.eval(), torch.Generator()).item())
+            model.train()
+            trace += train(used, model, optimizer)
+        return trace
+
+    plain_model = build(used)
+    expected = run(plain_model, used.optimizer(plain_model.parameters(), **used.options))
+    with tightest(used, tmp_path / "z", device=device) as (_, model, optimizer):
+        assert run(model, optimizer) == expected
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])

@@ -133,7 +133,6 @@ CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True),
     "attention": lambda: nn.MultiheadAttention(6, 2, kdim=3, vdim=2),
     "transformer": lambda: nn.Transformer(6, 2, 1, 2, 8, batch_first=True),
-    "weight-norm": lambda: parametrizations.weight_norm(nn.Linear(3, 4)),
     "spectral-norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 4)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
     "from-pretrained": lambda: nn.Embedding.from_pretrained(torch.rand(5, 3), freeze=False),

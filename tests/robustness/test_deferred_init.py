@@ -157,6 +157,20 @@ def test_parameter_larger_than_the_budget(tmp_path: Path) -> None:
         assert str(DEVICE) in message
 
 
+def test_parameter_made_of_a_parameter_is_refused(tmp_path: Path) -> None:
+    """Catches two parameters over one page, of which training would update one (weight_norm makes
+    them): torch refuses, and nothing has changed by then."""
+    with open_runtime(tmp_path / "z") as runtime:
+        with runtime.deferred_init():
+            layer = seeded(lambda: nn.Linear(3, 4))
+        before = values(layer)
+        with pytest.raises(RuntimeError, match="Creating a Parameter from an instance of type"):
+            nn.Parameter(layer.weight)
+        assert_equal_values(values(layer), before)
+        copied = nn.Parameter(layer.weight.detach().clone())
+        assert torch.equal(copied, before["weight"])
+
+
 def test_training_goes_as_plain(tmp_path: Path) -> None:
     """Catches parameters that were paged before they had their values, or hooks, and then train
     otherwise (FAULTS P106)."""

@@ -14,6 +14,7 @@ from parity.support import Recipe, tightest
 from torch import nn
 
 from robustness.support import assert_equal_values, idle_nbytes, mlp, train, values
+from zinf_core.units import PAGE_NBYTES
 
 NUM_TIMES = 50
 LAYER = 2
@@ -270,18 +271,22 @@ SHAPES = [param.shape for param in mlp().parameters()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("homes", ["nvme", "host"])
+@pytest.mark.parametrize(
+    ("home", "host"),
+    [("nvme", PAGE_NBYTES), ("nvme", 24 * PAGE_NBYTES), ("host", PAGE_NBYTES)],
+    ids=["nvme", "nvme-read-ahead", "host"],
+)
 @pytest.mark.parametrize("at", [0, 4, len(SHAPES) - 1])
-def test_optimizer_that_raises(tmp_path: Path, homes: str, at: int) -> None:
+def test_optimizer_that_raises(tmp_path: Path, home: str, host: int, at: int) -> None:
     """Catches updates made before the exception that are thrown away or done twice, a loan that is
-    not given back, and a parameter left between its old and its new value: plain PyTorch leaves
-    exactly what was done in place until then."""
+    not given back, also of what was read ahead, and a parameter left between its old and its new
+    value: plain PyTorch leaves exactly what was done in place until then."""
     plain_fuse: list[torch.Size] = []
     paged_fuse: list[torch.Size] = []
     plain = Trial(model := mlp(), FragileSGD(model.parameters(), lr=0.1, fuse=plain_fuse))
-    tiers = dict.fromkeys(("parameters", "gradients", "optimizer_states"), homes)
+    tiers = dict.fromkeys(("parameters", "gradients", "optimizer_states"), home)
     used = recipe(FragileSGD, lr=0.1, fuse=paged_fuse)
-    with tightest(used, tmp_path / "z", **tiers) as (runtime, paged_model, optimizer):
+    with tightest(used, tmp_path / "z", host=host, **tiers) as (runtime, paged_model, optimizer):
         paged = Trial(paged_model, optimizer)
         assert train(paged.model, paged.optimizer) == train(plain.model, plain.optimizer)
         before = idle_nbytes(runtime)
