@@ -26,7 +26,7 @@ from zinf_torch.homes import HomeRule, Homes
 from zinf_torch.optimizer import ParamGroups, StreamedOptimizer
 from zinf_torch.parameter import PagedParameter
 from zinf_torch.scratch import ScratchFolder
-from zinf_torch.set_up import SetUp, check_machine
+from zinf_torch.set_up import check_machine
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -86,30 +86,26 @@ class Runtime:
         }
         check_machine(budgets)
         return_freed_blocks()
-        names = (*budgets, *(() if nvme is None else ("nvme",)))
         self.homes = Homes.of(
             parameters=parameters,
             gradients=gradients,
             optimizer_states=optimizer_states,
-            tiers=names,
+            tiers=(*budgets, *(() if nvme is None else ("nvme",))),
         )
         pools = {
             name: BufferPool(name, budget_nbytes=nbytes, allocator=PageAlignedAllocator())
             for name, nbytes in budgets.items()
         }
-        tiers: dict[str, Tier] = {name: HostTier(name, pool=pools[name]) for name in pools}
         self._scratch = None if nvme is None else ScratchFolder(nvme, capacity=nvme_capacity)
-        if self._scratch is not None:
-            tiers["nvme"] = self._scratch.tier
+        on_nvme: dict[str, Tier] = {} if self._scratch is None else {"nvme": self._scratch.tier}
         self._traffic = TrafficCounter()
         self.pager = Pager(
-            tiers=tiers,
+            tiers={name: HostTier(name, pool=pools[name]) for name in pools} | on_nvme,
             device_pool=pools["device"],
             host_pool=pools["host"],
             observers=(self._traffic, *observers),
         )
-        self._set_up = SetUp(self.pager, self.homes)
-        self._attachment = Attachment(self.pager, self.homes, self._set_up)
+        self._attachment = Attachment(self.pager, self.homes)
         self._closed = False
 
     # -- model and optimizer -------------------------------------------------------------------
@@ -133,7 +129,7 @@ class Runtime:
         self._attachment.bury()
         named = list(model.named_parameters())
         refuse_shared_memory(named)
-        self._set_up.check_model(model)
+        self._attachment.set_up.check_model(model)
         for name, param in named:
             if isinstance(param, PagedParameter):
                 self._attachment.rename(param, name)

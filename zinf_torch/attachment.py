@@ -24,11 +24,11 @@ from zinf_torch.tensor_page import ResidentPages, TensorPage
 class Attachment:
     """The paged parameters of one runtime. Not thread-safe: models are attached by one thread."""
 
-    def __init__(self, pager: Pager, homes: Homes, set_up: SetUp) -> None:
+    def __init__(self, pager: Pager, homes: Homes) -> None:
         """Page parameters through `pager`, at home where `homes` says."""
         self.pager = pager
         self.desk = LoanDesk(pager)
-        self.set_up = set_up
+        self.set_up = SetUp(pager, homes)
         self._homes = homes
         self._registry = ResidentPages()
         self._names: dict[str, int] = {}

@@ -129,8 +129,8 @@ def test_homes_by_name(tmp_path: Path, optimizer: str) -> None:
 def test_evaluating_between_steps(
     tmp_path: Path, mode: Callable[[], AbstractContextManager[None]], device: int
 ) -> None:
-    """Catches a page brought in without gradients, or in inference mode, with which training fails
-    while it stays resident (FAULTS P07, P29)."""
+    """Catches a page brought in without gradients, or in inference mode, which cannot be edited or
+    trained while it stays resident (FAULTS P07, P29)."""
     used = recipe("adamw", num_steps=1)
 
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -138,6 +138,9 @@ def test_evaluating_between_steps(
         for _ in range(3):
             with mode():
                 trace.append(transformer_loss(model.eval(), torch.Generator()).item())
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.99)
             model.train()
             trace += train(used, model, optimizer)
         return trace

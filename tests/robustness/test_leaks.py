@@ -16,7 +16,7 @@ from torch import nn
 
 import zinf_torch as zt
 from robustness.support import mlp, num_fds, run_python, train, train_on, train_plain
-from zinf_core.errors import ConfigError, TierLockedError
+from zinf_core.errors import ConfigError, TierLockedError, TransferError
 from zinf_core.units import KiB, MiB
 
 DEVICE, HOST = 32 * KiB, 64 * KiB
@@ -105,6 +105,24 @@ def test_closing_after_an_error_keeps_the_error(tmp_path: Path) -> None:
     assert not (tmp_path / "z").exists()
 
 
+def test_closing_that_fails_as_well(tmp_path: Path) -> None:
+    """Catches an error of the block that is hidden by one of closing, one of closing that nobody
+    hears of, and threads or locks that stay because of it."""
+    folder = tmp_path / "z"
+    in_the_way = folder / "segment-99999.zinf"  # a folder by the name of one of our files
+    with pytest.raises(ZeroDivisionError) as caught, open_runtime(folder) as runtime:  # noqa: PT012
+        train_on(runtime, 1)
+        in_the_way.mkdir()
+        1 / 0  # noqa: B018
+    assert any("closing the runtime failed as well" in note for note in caught.value.__notes__)
+    assert str(folder) in caught.value.__notes__[0]
+    with pytest.raises(TransferError, match=re.escape(str(folder))):
+        open_runtime(folder).close()
+    in_the_way.rmdir()
+    with open_runtime(folder) as runtime:
+        assert train_on(runtime) == train_plain()
+
+
 KILLED = """
 import os, signal, sys
 from robustness.support import mlp
@@ -132,8 +150,20 @@ def test_killed_run_is_reclaimed(tmp_path: Path) -> None:
     assert str(folder) in str(caught[0].message)
     assert caught[0].filename == __file__, "the warning points at the line that opened the runtime"
     with runtime:
+        assert sum(path.stat().st_size for path in folder.iterdir()) < left
         assert train_on(runtime) == train_plain()
     assert list(folder.iterdir()) == []  # the folder was there before this run
+
+
+def test_left_overs_with_warnings_as_errors(tmp_path: Path) -> None:
+    """Catches a folder that stays locked, by nobody, because opening it was refused."""
+    folder = tmp_path / "z"
+    folder.mkdir()
+    (folder / "segment-00000.zinf").write_bytes(bytes(8192))
+    with pytest.raises(UserWarning, match=r"reclaimed 8\.00 KiB left by a run that was killed"):
+        open_runtime(folder)
+    with open_runtime(folder) as runtime:
+        assert train_on(runtime) == train_plain()
 
 
 SECOND = """
