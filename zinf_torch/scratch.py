@@ -21,9 +21,15 @@ class ScratchFolder:
         """
         limit = None if capacity is None else parse_nbytes(capacity, what="nvme_capacity")
         self.tier = NvmeTier.open(folder, options=NvmeOptions(capacity_nbytes=limit))
+        try:
+            self._take_over(folder)
+        except BaseException:
+            self.tier.close()
+            raise
+
+    def _take_over(self, folder: str | PathLike[str]) -> None:
         found = self.tier.found
         if found.kind is FolderKind.COMMITTED:
-            self.tier.close()
             raise ConfigError(
                 f"{folder} holds a committed state of {found.num_keys} tensors "
                 f"({format_nbytes(found.nbytes)}); give another folder for this run's scratch files"
@@ -32,7 +38,7 @@ class ScratchFolder:
             freed = self.tier.reclaim()
             warnings.warn(
                 f"{folder}: reclaimed {format_nbytes(freed)} left by a run that was killed",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def remove(self) -> None:

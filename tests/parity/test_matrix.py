@@ -80,17 +80,35 @@ def test_homes(tmp_path: Path, optimizer: str, parameters: str, optimizer_states
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("gradients", TIERS)
-def test_gradient_homes(
-    tmp_path: Path, gradients: str, accumulation: int, clip: float | None
+@pytest.mark.parametrize("optimizer_states", TIERS)
+@pytest.mark.parametrize("parameters", TIERS)
+def test_three_homes(
+    tmp_path: Path, parameters: str, optimizer_states: str, gradients: str
 ) -> None:
     """Catches a gradient that is overwritten instead of added to, not scaled by clipping on one
     tier, or left over for the next step."""
-    options: dict[str, Any] = {"num_steps": 3, "accumulation": accumulation, "clip": clip}
-    found = train_tightest(recipe("adamw", **options), tmp_path / "z", gradients=gradients)
+    options: dict[str, Any] = {"num_steps": 2, "accumulation": 4, "clip": 0.5}
+    found = train_tightest(
+        recipe("adamw", **options),
+        tmp_path / "z",
+        parameters=parameters,
+        optimizer_states=optimizer_states,
+        gradients=gradients,
+    )
     assert_same(found, plain("adamw", **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (1, 0.5), (4, None)])
+@pytest.mark.parametrize("gradients", TIERS)
+def test_accumulating_and_clipping(
+    tmp_path: Path, gradients: str, accumulation: int, clip: float | None
+) -> None:
+    """Catches clipping or accumulation that is right only when both are used."""
+    options: dict[str, Any] = {"num_steps": 3, "accumulation": accumulation, "clip": clip}
+    found = train_tightest(recipe("sgd", **options), tmp_path / "z", gradients=gradients)
+    assert_same(found, plain("sgd", **options))
 
 
 @pytest.mark.slow
@@ -133,9 +151,12 @@ def test_evaluating_between_steps(
     trained while it stays resident (FAULTS P07, P29)."""
     used = recipe("adamw", num_steps=1)
 
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    def run(
+        model: nn.Module, optimizer: torch.optim.Optimizer, evict: Callable[[], None]
+    ) -> list[float]:
         trace = []
         for _ in range(3):
+            evict()  # so that evaluating fetches
             with mode():
                 trace.append(transformer_loss(model.eval(), torch.Generator()).item())
             with torch.no_grad():
@@ -146,9 +167,10 @@ def test_evaluating_between_steps(
         return trace
 
     plain_model = build(used)
-    expected = run(plain_model, used.optimizer(plain_model.parameters(), **used.options))
-    with tightest(used, tmp_path / "z", device=device) as (_, model, optimizer):
-        assert run(model, optimizer) == expected
+    plain_optimizer = used.optimizer(plain_model.parameters(), **used.options)
+    expected = run(plain_model, plain_optimizer, lambda: None)
+    with tightest(used, tmp_path / "z", device=device) as (runtime, model, optimizer):
+        assert run(model, optimizer, runtime.pager.evict_all) == expected
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
