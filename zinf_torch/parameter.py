@@ -270,6 +270,11 @@ def run_with_pages(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if not handles and not views:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise UnsupportedError(
+            "torch.func transforms (vmap, grad, jvp) do not work over attached models; use "
+            "torch.autograd, or a plain copy of the parameters ({k: v.clone() for k, v in ...})"
+        )
     registry = handles[0].zinf_page.registry if handles else views[0].zinf_registry
     with DisableTorchFunctionSubclass(), ExitStack() as stack:
         for handle in handles:
