@@ -20,6 +20,18 @@ def autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options
     return torch.autograd.grad(_edges(outputs), _edges(inputs), _plain(grad_outputs), **options)
 
 
+BACKWARD: Final = {torch.Tensor.backward: 4, torch.autograd.backward: 5}
+"""Functions that run backward, and the position of their `inputs`."""
+
+
+def autograd_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run backward with paging on: it needs no bytes of the parameters in `inputs`."""
+    position = BACKWARD[func]
+    positional = [_edges(a) if i == position else _plain(a) for i, a in enumerate(args)]
+    named = {k: _edges(a) if k == "inputs" else _plain(a) for k, a in kwargs.items()}
+    return func(*positional, **named)
+
+
 def set_values(handle: Any, source: Any, others: tuple[Any, ...]) -> Any:
     """Do what `handle.set_(source)` is for. Raises UnsupportedError for its other forms."""
     if not isinstance(source, torch.Tensor) or others:
@@ -74,6 +86,13 @@ def _is_contiguous(handle: Any, memory_format: Any = torch.contiguous_format) ->
     return handle.zinf_page.meta().is_contiguous(memory_format=memory_format)  # type: ignore[no-any-return]
 
 
+def _dlpack(handle: Any, *args: Any, **kwargs: Any) -> Any:
+    page: TensorPage = handle.zinf_page
+    with page.pager.pinned(page.page) as view:
+        page.note_untraced()
+        return view.detach().__dlpack__(*args, **kwargs)
+
+
 def _requires_grad(handle: Any, requires_grad: bool = True) -> Any:
     with DisableTorchFunctionSubclass():
         torch.Tensor.requires_grad_(handle, requires_grad)
@@ -89,5 +108,6 @@ SPECIAL: Final[dict[Callable[..., Any], Callable[..., Any]]] = {
     torch.Tensor.stride: _stride,
     torch.Tensor.is_contiguous: _is_contiguous,
     torch.Tensor.requires_grad_: _requires_grad,
+    torch.Tensor.__dlpack__: _dlpack,
 }
 """Called with a handle first, and the function's other arguments."""

@@ -141,8 +141,9 @@ class Gradient:
                 f"{self._param.zinf_page.label} got a sparse gradient; build the layer with "
                 f"sparse=False"
             )
-        current = self.current
-        with torch.no_grad(), DisableTorchFunctionSubclass():
+        lock = self._param.zinf_page.pager.lock  # backward may run in several threads
+        with lock, torch.no_grad(), DisableTorchFunctionSubclass():
+            current = self.current
             if current is None:
                 self._store(self.reserve(), grad)
             elif self._param.dtype in LOW_PRECISION and current is self.narrow:

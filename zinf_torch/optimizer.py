@@ -131,6 +131,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         ]
         if not updates:
             return
+        for each in updates:
+            if each.states is not None and each.param in self.state:
+                self.state[each.param] = each.states.take(self.state[each.param])
         available = self._room.available_host_nbytes()
         sizes = [0 if u.states is None else u.states.working_nbytes() for u in updates]
         limit = max(*sizes, available // 3)

@@ -29,10 +29,10 @@ METADATA: Final[frozenset[Callable[..., Any]]] = frozenset(
 placeholder, which handles of one page share and no two pages do."""
 
 RAW_ACCESS: Final[frozenset[Callable[..., Any]]] = frozenset(
-    getattr(T, name) for name in ("numpy", "__array__", "__dlpack__", "apply_", "map_", "map2_")
+    getattr(T, name) for name in ("numpy", "__array__", "apply_", "map_", "map2_")
     if hasattr(T, name)
 )  # fmt: skip
-"""Functions whose result can write to the bytes without counting a version."""
+"""Methods that write, or whose result can, without counting a version."""
 
 REFUSED: Final[dict[Callable[..., Any], str]] = {
     getattr(T, name): name
@@ -43,6 +43,11 @@ REFUSED: Final[dict[Callable[..., Any], str]] = {
     if hasattr(T, name)
 }  # fmt: skip
 """Functions that would give a page another shape or another memory behind the pager's back."""
+
+
+def is_untraced(func: Callable[..., Any]) -> bool:
+    """Return whether `func` can write to its arguments without counting a version."""
+    return func in RAW_ACCESS or getattr(func, "__name__", "").startswith(("_amp_", "_fused_"))
 
 
 def attribute_of(func: Callable[..., Any]) -> tuple[str, str] | None:

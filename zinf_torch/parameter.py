@@ -20,14 +20,20 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from zinf_core.errors import UnsupportedError
-from zinf_torch.functions import SPECIAL, autograd_grad, set_values
+from zinf_torch.functions import (
+    BACKWARD,
+    SPECIAL,
+    autograd_backward,
+    autograd_grad,
+    set_values,
+)
 from zinf_torch.overrides import (
     METADATA,
-    RAW_ACCESS,
     REFUSED,
     VIEW_ATTRIBUTES,
     attribute_of,
     is_foreach,
+    is_untraced,
 )
 from zinf_torch.saved_tensors import page_saving
 from zinf_torch.tensor_page import ResidentPages, TensorPage
@@ -247,6 +253,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return _access_attribute(func, attribute, args)
     if func is torch.autograd.grad:
         return autograd_grad(*args, **kwargs)
+    if func in BACKWARD and not (args and isinstance(args[0], _HANDLES)):
+        return autograd_backward(func, args, kwargs)
     if is_foreach(func):
         return _run_foreach(func, args, kwargs)
     if func in REFUSED and args and isinstance(args[0], _HANDLES):
@@ -280,7 +288,7 @@ def run_with_pages(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         for handle in handles:
             handle.zinf_page.enter(handle)
             stack.callback(handle.zinf_page.leave, handle)
-        if func in RAW_ACCESS:
+        if is_untraced(func):
             _note_untraced(handles, views, registry)
         with page_saving(registry) if torch.is_grad_enabled() else nullcontext():
             result = func(*args, **kwargs)

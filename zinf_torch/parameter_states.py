@@ -184,15 +184,23 @@ class ParameterStates:
             else:
                 self.master.fill(master)
                 self.edits_in_master = self.param.zinf_page.edits_so_far()
+        self.stepped = bool(state)
+        taken = self.take(state)
+        self.forget_others({path for path, _ in streamed_tensors(taken)})
+        return taken
+
+    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Copy streamed tensors that are not handles of their own pages yet; return `state` with
+        handles for them. Users may put any tensor into an optimizer's state."""
         handles: dict[Path, PagedTensor] = {}
         for path, tensor in streamed_tensors(state):
-            self.forget_if_unlike(path, tensor)
-            page = self.page(path, tensor)
-            page.fill(tensor)
-            handles[path] = PagedTensor.of(page)
-        self.forget_others(set(handles))
-        self.stepped = bool(state)
-        result: dict[str, Any] = replace_tensors(state, dict(handles))
+            page = self.pages.get(path)
+            if page is None or getattr(tensor, "zinf_page", None) is not page:
+                self.forget_if_unlike(path, tensor)
+                page = self.page(path, tensor)
+                page.fill(tensor)
+                handles[path] = PagedTensor.of(page)
+        result: dict[str, Any] = replace_tensors(state, dict(handles)) if handles else state
         return result
 
     def forget_if_unlike(self, path: Path, tensor: torch.Tensor) -> None:

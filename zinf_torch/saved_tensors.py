@@ -28,12 +28,22 @@ class SavedView:
     offset: int
     dtype: torch.dtype
     version: int
+    is_conj: bool
+    is_neg: bool
 
     @classmethod
     def of(cls, page: TensorPage, view: torch.Tensor) -> SavedView:
         """Describe `view`, a view of the resident `page`."""
-        offset = int(view.storage_offset())
-        return cls(page, view.size(), view.stride(), offset, view.dtype, page.version)
+        return cls(
+            page=page,
+            size=view.size(),
+            stride=view.stride(),
+            offset=int(view.storage_offset()),
+            dtype=view.dtype,
+            version=page.version,
+            is_conj=view.is_conj(),
+            is_neg=view.is_neg(),
+        )
 
     def load(self) -> torch.Tensor:
         """Return the view, bringing the page in. Blocks.
@@ -53,7 +63,9 @@ class SavedView:
             same_dtype: torch.Tensor = view
             if self.dtype is not page.dtype:
                 same_dtype = view.as_strided((view.numel(),), (1,)).view(self.dtype)
-            return same_dtype.as_strided(self.size, self.stride, self.offset)
+            made = same_dtype.as_strided(self.size, self.stride, self.offset)
+            made = made.conj() if self.is_conj else made
+            return torch._neg_view(made) if self.is_neg else made
 
 
 @dataclass(frozen=True, slots=True)

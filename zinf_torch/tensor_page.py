@@ -172,6 +172,8 @@ class TensorPage:
         with self.pager.lock:
             view = self.pager.pin(self.page)
             if handle.zinf_uses == 0:
+                if self.note_version(handle):  # written through a view since its last operation
+                    self.pager.mark_dirty(self.page)
                 set_data(handle, view)
             handle.zinf_uses += 1
 
@@ -218,7 +220,15 @@ class TensorPage:
     # -- values --------------------------------------------------------------------------------
 
     def fill(self, value: torch.Tensor) -> None:
-        """Give the page the values of `value`, whatever it had before. May block."""
+        """Give the page the values of `value`, whatever it had before. May block.
+
+        `value` may be a handle, also of this page.
+        """
+        source: TensorPage | None = getattr(value, "zinf_page", None)
+        if source is self:
+            return
+        if source is not None:
+            value = source.clone()
         with self.pager.lock, torch.no_grad(), DisableTorchFunctionSubclass():
             view = self.pager.create(self.page)
             view.copy_(value)
