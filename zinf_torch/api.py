@@ -191,6 +191,9 @@ class Runtime:
                 grad.clear()
                 grad.unwatch()
                 page.release_handles()
+                for state in param.zinf_states:
+                    state.remove()
+                del param.zinf_states, param.zinf_gradient
                 param.grad = value
         return model
 

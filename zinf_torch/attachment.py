@@ -32,7 +32,7 @@ class Attachment:
         self._homes = homes
         self._registry = ResidentPages()
         self._names: dict[str, int] = {}
-        self._owners: dict[weakref.ref[Any], list[TensorPage]] = {}
+        self._owners: dict[int, tuple[weakref.ref[Any], list[TensorPage]]] = {}
         self._dead: deque[weakref.ref[Any]] = deque()
         """Owners that died. Callbacks only append, which runs no Python code that a lock or an
         interrupt could meet; `bury` does the work."""
@@ -131,12 +131,14 @@ class Attachment:
 
     def own(self, owner: object, pages: list[TensorPage]) -> None:
         """Free `pages`, as they are by then, once `owner` is gone."""
-        self._owners[weakref.ref(owner, self._dead.append)] = pages
+        ref = weakref.ref(owner, self._dead.append)
+        self._owners[id(ref)] = (ref, pages)  # not by the reference: tensors compare by value
 
     def bury(self) -> None:
         """Free the room of parameters and optimizers that no longer exist."""
         while self._dead:
-            for page in self._owners.pop(self._dead.popleft()):
+            _, pages = self._owners.pop(id(self._dead.popleft()))
+            for page in pages:
                 page.bury()
 
     def _make(self, key: TensorKey, like: torch.Tensor, home: str, label: str) -> TensorPage:

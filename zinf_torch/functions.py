@@ -17,7 +17,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
     """Run `torch.autograd.grad` with paging on: it needs no bytes of what it differentiates by."""
-    return torch.autograd.grad(_edges(outputs), _edges(inputs), _plain(grad_outputs), **options)
+    return torch.autograd.grad(_edges(outputs), _edges(inputs), plain(grad_outputs), **options)
 
 
 BACKWARD: Final = {torch.Tensor.backward: 4, torch.autograd.backward: 5}
@@ -27,9 +27,16 @@ BACKWARD: Final = {torch.Tensor.backward: 4, torch.autograd.backward: 5}
 def autograd_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run backward with paging on: it needs no bytes of the parameters in `inputs`."""
     position = BACKWARD[func]
-    positional = [_edges(a) if i == position else _plain(a) for i, a in enumerate(args)]
-    named = {k: _edges(a) if k == "inputs" else _plain(a) for k, a in kwargs.items()}
+    positional = [_edges(a) if i == position else plain(a) for i, a in enumerate(args)]
+    named = {k: _edges(a) if k == "inputs" else plain(a) for k, a in kwargs.items()}
     return func(*positional, **named)
+
+
+def format_tensor(tensor: torch.Tensor, format_spec: str) -> str:
+    """Return what `Tensor.__format__` returns for a plain tensor."""
+    if tensor.dim() == 0:
+        return format(tensor.item(), format_spec)
+    return object.__format__(tensor, format_spec)
 
 
 def set_values(handle: Any, source: Any, others: tuple[Any, ...]) -> Any:
@@ -52,12 +59,12 @@ def _edges(arg: Any) -> Any:
     return arg
 
 
-def _plain(arg: Any) -> Any:
+def plain(arg: Any) -> Any:
     """Replace handles and views by plain tensors of the same values."""
     if isinstance(arg, torch.Tensor) and type(arg) not in _PLAIN:
         return arg.clone()
     if isinstance(arg, list | tuple):
-        return tuple(_plain(item) for item in arg)
+        return tuple(plain(item) for item in arg)
     return arg
 
 
@@ -65,12 +72,16 @@ def _alias(handle: Any) -> Any:
     return handle.zinf_alias()
 
 
+def _data(handle: Any) -> Any:
+    return handle.zinf_data()
+
+
 def _assign_data(handle: Any, value: torch.Tensor) -> None:
     page: TensorPage = handle.zinf_page
     if getattr(value, "zinf_page", None) is page:
         return
     fits = value.shape == page.shape and value.dtype == page.dtype
-    value = _plain(value)
+    value = plain(value)
     if fits and dense_stride(value) == page.stride:
         page.fill(value)
     else:
@@ -101,7 +112,7 @@ def _requires_grad(handle: Any, requires_grad: bool = True) -> Any:
 
 
 SPECIAL: Final[dict[Callable[..., Any], Callable[..., Any]]] = {
-    torch.Tensor.data.__get__: _alias,  # type: ignore[attr-defined]
+    torch.Tensor.data.__get__: _data,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _assign_data,  # type: ignore[attr-defined]
     torch.Tensor.detach: _alias,
     torch.detach: _alias,

@@ -142,7 +142,12 @@ class Gradient:
                 f"sparse=False"
             )
         lock = self._param.zinf_page.pager.lock  # backward may run in several threads
-        with lock, torch.no_grad(), DisableTorchFunctionSubclass():
+        with (
+            lock,
+            torch.no_grad(),
+            DisableTorchFunctionSubclass(),
+            torch._C._DisableTorchDispatch(),  # not an operation of the user's
+        ):
             current = self.current
             if current is None:
                 self._store(self.reserve(), grad)

@@ -25,6 +25,7 @@ from zinf_torch.functions import (
     SPECIAL,
     autograd_backward,
     autograd_grad,
+    format_tensor,
     set_values,
 )
 from zinf_torch.overrides import (
@@ -76,6 +77,10 @@ class PagedTensor(torch.Tensor):
     def zinf_watch(self) -> None:
         """Do nothing: only parameters have gradients that are taken home."""
 
+    def zinf_data(self) -> PageView:
+        """Return the page's own bytes as a tensor: what `.data` is."""
+        return _view_of(self.zinf_page)
+
     def zinf_alias(self) -> PagedTensor:
         """Return another handle of the page."""
         return PagedTensor.of(self.zinf_page)
@@ -107,6 +112,10 @@ class PagedTensor(torch.Tensor):
         with self.zinf_page.pager.pinned(self.zinf_page.page) as view:
             return repr(view)
 
+    def __format__(self, format_spec: str) -> str:
+        """Format as a plain tensor does: a scalar by its value."""
+        return format_tensor(self, format_spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor with the page's values."""
         return _reduce(self.zinf_page.clone(), protocol)
@@ -137,6 +146,10 @@ class PagedParameter(nn.Parameter):
     def zinf_watch(self) -> None:
         """Take gradients home from now on, if the parameter requires them."""
         self.zinf_gradient.watch()
+
+    def zinf_data(self) -> PageView:
+        """Return the page's own bytes as a tensor: what `.data` is."""
+        return _view_of(self.zinf_page)
 
     def zinf_alias(self) -> PagedTensor:
         """Return a handle of the page that has no gradient."""
@@ -217,6 +230,10 @@ class PageView(torch.Tensor):
         with DisableTorchFunctionSubclass():
             return repr(self.as_subclass(torch.Tensor))
 
+    def __format__(self, format_spec: str) -> str:
+        """Format as a plain tensor does: a scalar by its value."""
+        return format_tensor(self, format_spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
         with DisableTorchFunctionSubclass():
@@ -235,6 +252,16 @@ def _reduce(plain: torch.Tensor, protocol: Any) -> Any:
 def _remember(memo: dict[int, Any], original: torch.Tensor, copy: TensorT) -> TensorT:
     memo[id(original)] = copy
     return copy
+
+
+def _view_of(page: TensorPage) -> PageView:
+    """Return an alias of the page's bytes, which keeps it resident and counts as a writer."""
+    with page.pager.pinned(page.page) as view, DisableTorchFunctionSubclass():
+        page.note_untraced()
+        alias: Any = view.detach()
+        alias.__class__ = PageView
+        alias.zinf_registry = page.registry
+        return alias  # type: ignore[no-any-return]
 
 
 _HANDLES = (PagedParameter, PagedTensor)

@@ -59,6 +59,7 @@ class SavedView:
             page.pager.pinned(page.page) as view,
             torch.no_grad(),
             DisableTorchFunctionSubclass(),
+            torch._C._DisableTorchDispatch(),  # not an operation of the user's
         ):
             same_dtype: torch.Tensor = view
             if self.dtype is not page.dtype:
@@ -97,7 +98,8 @@ class PageTicket(torch.Tensor):
     @classmethod
     def of(cls, saved: SavedView) -> PageTicket:
         """Return the ticket for `saved`."""
-        ticket: Any = torch.Tensor._make_subclass(cls, torch.empty(0))
+        with torch._C._DisableTorchDispatch():  # not an operation of the user's
+            ticket: Any = torch.Tensor._make_subclass(cls, torch.empty(0))
         ticket.saved = saved
         return ticket  # type: ignore[no-any-return]
 

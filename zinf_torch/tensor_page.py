@@ -123,7 +123,11 @@ class TensorPage:
 
     def open_view(self, buffer: Buffer) -> torch.Tensor:
         """Return the tensor over `buffer` and take every handle's version as seen."""
-        with torch.inference_mode(mode=False), DisableTorchFunctionSubclass():
+        with (
+            torch.inference_mode(mode=False),
+            DisableTorchFunctionSubclass(),
+            torch._C._DisableTorchDispatch(),  # not an operation of the user's
+        ):
             flat = torch.from_numpy(buffer.array).view(self.dtype)
             view = flat.as_strided(self.shape, self.stride)
         if self.page.residency not in {Residency.RESIDENT, Residency.DIRTY}:
