@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 
@@ -41,20 +40,3 @@ class CompletedTransfer:
         del timeout_s
         if self._error is not None:
             raise self._error.with_traceback(None)
-
-
-def wait_all(completions: Iterable[Completion]) -> None:
-    """Wait for every completion, also after failures; then raise.
-
-    Raises the error if one failed, an ExceptionGroup if several did.
-    """
-    errors: list[Exception] = []
-    for completion in completions:
-        try:
-            completion.wait()
-        except Exception as exc:  # noqa: BLE001 - collected and raised below
-            errors.append(exc)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise ExceptionGroup(f"{len(errors)} transfers failed", errors)

@@ -126,6 +126,7 @@ class Attachment:
             number += 1
             key = TensorKey.of(page.key.name, kind, f"{part}#{number}")
         state = self._make(key, like, self.home(param, kind), str(key))
+        param.zinf_states[:] = [page for page in param.zinf_states if not page.is_removed]
         param.zinf_states.append(state)
         return state
 

@@ -168,7 +168,7 @@ class ParameterStates:
     def forget_others(self, kept: set[Path]) -> None:
         """Remove the pages of states the optimizer no longer keeps."""
         for path in self.pages.keys() - kept:
-            self.pages.pop(path).remove()
+            self._forget(path)
 
     def load(self, state: dict[str, Any]) -> dict[str, Any]:
         """Replace the states by `state`; return it with handles for what is streamed.
@@ -207,11 +207,16 @@ class ParameterStates:
         """Remove the page at `path` if it cannot hold `tensor`."""
         page = self.pages.get(path)
         if page is not None and (page.shape != tensor.shape or page.dtype != tensor.dtype):
-            self.pages.pop(path).remove()
+            self._forget(path)
 
     def in_use(self) -> Iterator[TensorPage]:
         """Iterate over the state pages that have values."""
         return (page for page in self.pages.values() if page.page.has_bytes)
+
+    def _forget(self, path: Path) -> None:
+        page = self.pages.pop(path)
+        page.remove()
+        self._owned.remove(page)
 
     def _states_nbytes(self) -> int:
         known = sum(align_up(page.page.nbytes) for page in self.pages.values())

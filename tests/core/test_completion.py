@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zinf_core.completion import CompletedTransfer, Completion, wait_all
-from zinf_core.errors import TierFullError, TransferError
+from zinf_core.completion import CompletedTransfer, Completion
+from zinf_core.errors import TransferError
 
 
 class Counted:
@@ -61,26 +61,3 @@ def test_failing_often_does_not_keep_old_frames() -> None:
             transfer.wait()
         lengths.append(len(caught.traceback))
     assert lengths[0] == lengths[-1]
-
-
-def test_wait_all_waits_for_all_after_failures() -> None:
-    """Catches stopping at the first failure, which leaves transfers in flight behind."""
-    transfers = [Counted(), Counted(TransferError("a")), Counted(), Counted(TierFullError("b"))]
-    with pytest.raises(ExceptionGroup, match="2 transfers failed") as caught:
-        wait_all(iter(transfers))
-    assert [str(error) for error in caught.value.exceptions] == ["a", "b"]
-    assert [transfer.num_waits for transfer in transfers] == [1, 1, 1, 1]
-
-
-def test_wait_all_raises_a_single_failure_as_itself() -> None:
-    """Catches a group of one, which `except TransferError` would not catch."""
-    transfers = [Counted(TransferError("a")), Counted()]
-    with pytest.raises(TransferError, match="a"):
-        wait_all(transfers)
-    assert transfers[1].num_waits == 1
-
-
-def test_wait_all_of_nothing_returns() -> None:
-    """Catches an empty list taken for a failure."""
-    wait_all([])
-    wait_all([Counted(), Counted()])

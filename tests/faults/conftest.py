@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,25 +29,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def shm_folder() -> Iterator[Path]:
-    """Return an empty folder on tmpfs, deleted after the test."""
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("no tmpfs at /dev/shm")
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder on a tmpfs of 256 KiB; needs root."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a small tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)

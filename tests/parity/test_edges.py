@@ -217,3 +217,27 @@ def test_paging_is_no_operation_of_the_users(tmp_path: Path) -> None:
     forward = [[name for name in names if "mm" in name or "tanh" in name] for names in seen]
     assert forward[0] == forward[1]
     assert not any("lift_fresh" in name or "as_strided" in name for name in seen[1])
+
+
+def test_states_that_change_shape_leave_nothing_behind(tmp_path: Path) -> None:
+    """Catches pages of earlier shapes that are remembered for ever."""
+
+    class Growing(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    state = self.state[param]
+                    state["count"] = state.get("count", 1) + 1
+                    state["window"] = torch.ones(state["count"])
+                    param.sub_(group["lr"] * param.grad)
+
+    with runtime_at(tmp_path) as runtime:
+        model = runtime.attach(nn.Linear(6, 6))
+        optimizer = runtime.optimizer(Growing, model.parameters(), lr=0.1)
+        counts = []
+        for _ in range(6):
+            steps(model, optimizer, range(1))
+            owned = len(optimizer._owned)
+            counts.append((owned, [len(param.zinf_states) for param in model.parameters()]))
+        assert counts[1:] == counts[1:2] * 5

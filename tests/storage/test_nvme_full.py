@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,18 +171,6 @@ def test_a_real_file_size_limit(tmp_path: Path) -> None:
     assert "bytes are free there" in message
     with opened(tmp_path) as tier:
         assert read(tier, key(1)) == noise(3 * PAGE)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder on a tmpfs of 256 KiB; needs root."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a small tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("is_preallocated", [True, False])
