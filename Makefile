@@ -65,6 +65,6 @@ $(STAMP):
 	  echo "could not create .venv: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
 	$(SAY) "installing zinf and what it needs, once (torch is large)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-	  -c constraints.txt -e '.[torch,hf,testing,dev]'
+	  -c constraints.txt -e '.[torch,hf,object,compress,testing,dev]'
 	@rm -f .venv/installed-*
 	@touch $@

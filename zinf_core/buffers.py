@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zinf_core.capabilities import MemorySpace
-from zinf_core.errors import ConfigError
+from zinf_core.errors import ConfigError, RangeError
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -52,6 +52,11 @@ class Buffer(Protocol):
         """Return a buffer over the same memory for another use of at most its capacity."""
         ...
 
+    def part(self, start: int, nbytes: int) -> Buffer:
+        """Return a buffer over `nbytes` from byte `start` on, without spare capacity unless it
+        ends where this one does. It references the memory: drop it with the transfer."""
+        ...
+
 
 class BufferAllocator(Protocol):
     """Source of buffers of one memory space. The memory is freed when the last reference dies."""
@@ -74,12 +79,19 @@ class HostBuffer:
     not an array, so that each of them holds a reference to it and `is_shared` can see it.
     """
 
-    __slots__ = ("_memory", "_nbytes", "array")
+    __slots__ = ("_memory", "_nbytes", "array", "space")
 
-    def __init__(self, memory: ByteArray, nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        memory: ByteArray,
+        nbytes: int | None = None,
+        *,
+        space: MemorySpace = MemorySpace.HOST,
+    ) -> None:
         """Take `memory` (uint8, one-dimensional, contiguous, writable) for `nbytes` of use.
 
-        Raises ConfigError if the array is anything else or shorter than `nbytes`.
+        `space` is HOST or HOST_PINNED. Raises ConfigError if the array is anything else or
+        shorter than `nbytes`.
         """
         nbytes = memory.nbytes if nbytes is None else nbytes
         flags = memory.flags
@@ -91,12 +103,8 @@ class HostBuffer:
             raise ConfigError(f"{nbytes} bytes do not fit an array of {memory.nbytes}")
         self._memory = memory
         self._nbytes = nbytes
+        self.space: MemorySpace = space
         self.array: ByteArray = memory[:nbytes]
-
-    @property
-    def space(self) -> MemorySpace:
-        """MemorySpace.HOST."""
-        return MemorySpace.HOST
 
     @property
     def address(self) -> int:
@@ -120,7 +128,15 @@ class HostBuffer:
 
     def resized(self, nbytes: int) -> HostBuffer:
         """Return a buffer over the same memory for another use of at most its capacity."""
-        return HostBuffer(self._memory, nbytes)
+        return HostBuffer(self._memory, nbytes, space=self.space)
+
+    def part(self, start: int, nbytes: int) -> HostBuffer:
+        """Return a buffer over `nbytes` from byte `start` on. Raises RangeError outside it."""
+        end = start + nbytes
+        if start < 0 or nbytes < 0 or end > self._nbytes:
+            raise RangeError(f"bytes {start} to {end} lie outside a buffer of {self._nbytes}")
+        last = self._memory.nbytes if end == self._nbytes else end
+        return HostBuffer(self._memory[start:last], nbytes, space=self.space)
 
     def is_shared(self) -> bool:
         """Return whether a view or a foreign tensor still references the memory.

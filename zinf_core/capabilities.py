@@ -13,9 +13,10 @@ class MemorySpace(enum.Enum):
     """Where a buffer physically lies."""
 
     HOST = "host"
-    """Page-aligned anonymous host memory."""
+    """Host memory, read and written by the CPU."""
     HOST_PINNED = "host_pinned"
-    """Host memory registered with the device driver, reachable by its DMA engine."""
+    """Host memory registered with the device driver, reachable by its DMA engine as well; a tier
+    that takes HOST takes it too."""
     DEVICE = "device"
     """Memory of the device that computes."""
 
@@ -25,7 +26,7 @@ class TierCapabilities:
     """Positive statements only: what is absent here is not possible."""
 
     memory_spaces: frozenset[MemorySpace]
-    """Spaces the tier reads into and writes from without help."""
+    """Spaces the tier reads into and writes from without help; see `takes`."""
     offset_align: int = 1
     """Bytes; `offset` of a transfer must be a multiple."""
     length_align: int = 1
@@ -54,6 +55,11 @@ class TierCapabilities:
                 raise ConfigError(f"TierCapabilities.{field} must be at least 1")
         if not self.memory_spaces:
             raise ConfigError("TierCapabilities.memory_spaces must not be empty")
+
+    def takes(self, space: MemorySpace) -> bool:
+        """Return whether buffers of `space` can be transferred with directly."""
+        spaces = self.memory_spaces
+        return space in spaces or (space is MemorySpace.HOST_PINNED and MemorySpace.HOST in spaces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@
     │   ├── TierLockedError (OSError)     another process uses the folder
     │   ├── TransferError (OSError)       the environment failed a transfer
     │   └── CorruptDataError              stored bytes are not the bytes written
+    ├── TransferCancelledError            the transfer was given up before it began
     ├── TransferTimeoutError (TimeoutError)  `wait` gave up before the transfer was done
     ├── ResidencyError                    a page was asked to make an illegal transition
     ├── UnsupportedError (TypeError)      something zinf refuses to do, and what to do instead
@@ -98,6 +99,10 @@ class TransferError(TierError, OSError):
 
 class CorruptDataError(TierError):
     """Stored bytes are not the bytes that were written."""
+
+
+class TransferCancelledError(ZinfError):
+    """`Prefetch.cancel` gave the transfer up before it began."""
 
 
 class TransferTimeoutError(ZinfError, TimeoutError):

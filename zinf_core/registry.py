@@ -6,6 +6,7 @@ and whose object is a TierFactory. Nothing is imported before its scheme is aske
 
 from __future__ import annotations
 
+import itertools
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,19 +28,26 @@ class TierUrl:
     """Everything between ``://`` and the query; for local tiers a folder, percent-decoded."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The query; a factory refuses options it does not know."""
+    inner: tuple[str, ...] = ()
+    """URLs in brackets, of the tiers this one is built over:
+    ``striped://[nvme:///a][nvme:///b]?chunk_nbytes=4MiB``."""
 
     @classmethod
     def parse(cls, url: str) -> TierUrl:
-        """Return the parts of `url`. Raises ConfigError for no scheme or a repeated option."""
+        """Return the parts of `url`. Raises ConfigError for no scheme, brackets that do not match
+        or a repeated option."""
         scheme, separator, rest = url.partition("://")
         if not separator or not scheme:
             raise ConfigError(f"tier {url!r} is not of the form scheme://path?option=value")
+        inner, rest = _split_brackets(url, rest)
         path, _, query = rest.partition("?")
+        if inner and path:
+            raise ConfigError(f"tier {url!r} has {path!r} after its last bracket; write ]?options")
         pairs = urllib.parse.parse_qsl(query, keep_blank_values=True)
         options = dict(pairs)
         if len(options) != len(pairs):
             raise ConfigError(f"tier {url!r} sets an option twice")
-        return cls(scheme=scheme, path=urllib.parse.unquote(path), options=options)
+        return cls(scheme=scheme, path=urllib.parse.unquote(path), options=options, inner=inner)
 
     def refuse_unknown(self, known: frozenset[str]) -> None:
         """Raise ConfigError if an option is not one of `known`. For use by factories."""
@@ -73,6 +81,19 @@ def open_tier(url: str, *, capacity_nbytes: int | None = None) -> Tier:
     """
     parsed = TierUrl.parse(url)
     return _load_factory(parsed.scheme)(parsed, capacity_nbytes=capacity_nbytes)
+
+
+def _split_brackets(url: str, rest: str) -> tuple[tuple[str, ...], str]:
+    """Return (texts of the leading ``[...]`` groups, what follows them)."""
+    groups = []
+    while rest.startswith("["):
+        depths = itertools.accumulate((letter == "[") - (letter == "]") for letter in rest)
+        end = next((i for i, depth in enumerate(depths) if depth == 0), None)
+        if end is None:
+            raise ConfigError(f"tier {url!r} has a [ without its ]")
+        groups.append(rest[1:end])
+        rest = rest[end + 1 :]
+    return tuple(groups), rest
 
 
 def _load_factory(scheme: str) -> TierFactory:

@@ -111,6 +111,31 @@ class SupportsMap(Protocol):
         ...
 
 
+class Prefetch(Completion, Protocol):
+    """Completion of a read that nobody waits for yet."""
+
+    def cancel(self) -> bool:
+        """Give the read up if no byte of it has moved; return whether that was so. Then it is
+        done and `wait` raises TransferCancelledError; else it goes on. Never blocks."""
+        ...
+
+    def promote(self) -> None:
+        """Treat the read like one that is waited for from now on. Never blocks."""
+        ...
+
+
+@runtime_checkable
+class SupportsPrefetch(Protocol):
+    """A tier that can tell reads ahead of time from reads that are waited for.
+
+    Such a tier serves `read_into` first, and `prefetch_into` and `write_from` fairly after it.
+    """
+
+    def prefetch_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Prefetch:
+        """Submit a read as `read_into` does, to be done when the tier has time for it."""
+        ...
+
+
 def validate_reserve(tier_name: str, key: TensorKey, nbytes: int) -> None:
     """Raise RangeError unless `nbytes` is a possible size. For use by tiers."""
     if nbytes < 0:
@@ -132,7 +157,7 @@ def validate_transfer(
     """
     if not isinstance(getattr(buffer, "space", None), MemorySpace):
         raise ConfigError(f"{tier_name}: {type(buffer).__name__} is not a Buffer")
-    if buffer.space not in capabilities.memory_spaces:
+    if not capabilities.takes(buffer.space):
         spaces = ", ".join(sorted(space.value for space in capabilities.memory_spaces))
         raise UnsupportedBufferError(
             f"{tier_name}: cannot transfer {key} with {buffer.space.value} memory, only {spaces}"

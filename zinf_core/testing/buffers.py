@@ -89,6 +89,10 @@ class ForeignBuffer:
         """Return the same memory for another use."""
         return ForeignBuffer(self._buffer.resized(nbytes), self._space)
 
+    def part(self, start: int, nbytes: int) -> ForeignBuffer:
+        """Return a part of the same memory."""
+        return ForeignBuffer(self._buffer.part(start, nbytes), self._space)
+
 
 def _pages(nbytes: int) -> ByteArray:
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
