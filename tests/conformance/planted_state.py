@@ -13,7 +13,7 @@ from zinf_core.capabilities import MemorySpace, TierUsage
 from zinf_core.completion import CompletedTransfer, Completion
 from zinf_core.errors import KeyAbsentError, RangeError, TierClosedError, TransferError
 from zinf_core.keys import Extent, TensorKey
-from zinf_core.testing import DeferredTier, DictTier, FaultyTier, Operation, Phase
+from zinf_core.testing import DeferredTier, DictTier, FaultyTier, Operation, Phase, host_buffer
 from zinf_core.tier import validate_transfer
 
 
@@ -256,3 +256,20 @@ class LiveKeys(DictTier):
     def keys(self) -> Iterator[TensorKey]:
         super().keys()
         return iter(self._stored)
+
+
+class PromisesMap(DictTier):
+    """Capabilities: mappable, and there is no `map`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities = replace(self.capabilities, mappable=True)
+
+
+class MapIsACopy(PromisesMap):
+    """Map: the buffer is not the key's own memory."""
+
+    def map(self, key: TensorKey) -> Buffer:
+        copy = host_buffer(self.stat(key).nbytes)
+        self.read_into(key, copy).wait()
+        return copy

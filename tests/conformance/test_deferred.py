@@ -6,11 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from chip_memory import ChipBuffer, ChipTier, chip_contents, fill_chip
 
 from zinf_core.buffers import Buffer, HostBuffer
 from zinf_core.capabilities import MemorySpace
 from zinf_core.completion import Completion
-from zinf_core.errors import ConfigError, TransferError, TransferTimeoutError
+from zinf_core.errors import (
+    ConfigError,
+    TransferCancelledError,
+    TransferError,
+    TransferTimeoutError,
+)
 from zinf_core.keys import StateKind, TensorKey
 from zinf_core.runtime.pool import BufferPool
 from zinf_core.testing import (
@@ -22,6 +28,7 @@ from zinf_core.testing import (
     latest,
     seeded_order,
 )
+from zinf_core.testing.memory import UNWRITTEN
 from zinf_core.tier import SupportsMap
 from zinf_core.units import MiB
 from zinf_storage.allocators import PageAlignedAllocator
@@ -197,3 +204,41 @@ def test_device_only_tier_is_refused() -> None:
     inner.capabilities = replace(inner.capabilities, memory_spaces=spaces)
     with pytest.raises(ConfigError, match="host memory"):
         DeferredTier(inner)
+
+
+def test_other_memory_is_poisoned_through_the_hook() -> None:
+    """Catches races in device memory that nobody sees for want of poison."""
+    poisoned = []
+
+    def fill(buffer: Buffer, data: bytes) -> None:
+        poisoned.append((buffer, data))
+
+    inner = ChipTier()
+    inner.reserve(A, 4)
+    tier = DeferredTier(inner, fill=fill)
+    assert tier.capabilities.memory_spaces == {MemorySpace.DEVICE}
+    dst = ChipBuffer.make(4)
+    fill_chip(dst, b"abcd")
+    read = tier.read_into(A, dst)
+    assert poisoned == [(dst, b"\xa5" * 4)]
+    assert chip_contents(dst) == b"abcd"
+    read.wait()
+    assert chip_contents(dst) == bytes([UNWRITTEN]) * 4
+
+
+def test_prefetch_can_be_cancelled_until_it_happens() -> None:
+    """Catches a cancelled prefetch that happens at close, or one that is taken back too late."""
+    inner = RecordingTier()
+    tier = DeferredTier(inner)
+    cancelled, kept = tier.prefetch_into(A, of(0)), tier.prefetch_into(B, of(0))
+    assert cancelled.cancel()
+    assert not cancelled.cancel()
+    assert cancelled.done()
+    assert tier.num_pending == 1
+    kept.promote()
+    kept.wait()
+    assert not kept.cancel()
+    tier.close()
+    assert inner.events == ["read b"]
+    with pytest.raises(TransferCancelledError, match=r"a/param"):
+        cancelled.wait()

@@ -7,9 +7,16 @@ import errno
 import pytest
 
 from zinf_core.buffers import HostBuffer
-from zinf_core.errors import ConfigError, CorruptDataError, TierFullError, TransferError
+from zinf_core.errors import (
+    ConfigError,
+    CorruptDataError,
+    TierFullError,
+    TransferCancelledError,
+    TransferError,
+)
 from zinf_core.keys import StateKind, TensorKey
 from zinf_core.testing import (
+    DeferredTier,
     DictTier,
     Fault,
     FaultPlan,
@@ -18,7 +25,9 @@ from zinf_core.testing import (
     Phase,
     host_buffer,
     no_space,
+    seeded_order,
 )
+from zinf_core.tier import Tier
 
 A, B = (TensorKey.of(name, StateKind.PARAM) for name in "ab")
 
@@ -164,6 +173,66 @@ def test_full_device() -> None:
     tier.reserve(B, 2)
     tier.discard(A)
     tier.reserve(A, 8)
+
+
+def test_planned_room_is_the_capacity() -> None:
+    """Catches a caller that plans with room which the device will refuse."""
+    plan = FaultPlan(room_nbytes=10)
+    for inner, capacity in ((DictTier(), 10), (DictTier(capacity_nbytes=4), 4)):
+        assert FaultyTier(inner, plan=plan).usage().capacity_nbytes == capacity
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_device_that_ends_in_the_middle(deferred: bool) -> None:
+    """Catches keys that a dying device takes along although they were written before."""
+    short: Tier = FaultyTier(DictTier(), plan=FaultPlan(device_nbytes=10 * 64 + 32))
+    tier = DeferredTier(short, order=seeded_order(1)) if deferred else short
+    keys = [TensorKey.of(f"k{i}", StateKind.PARAM) for i in range(8)]
+    for value, key in enumerate(keys):
+        tier.reserve(key, 64)
+        tier.write_from(key, of(value, 64)).wait()
+    failed = []
+    for key in keys:
+        try:
+            tier.write_from(key, of(99, 64)).wait()
+        except TransferError:
+            failed.append(key)
+    assert failed == keys[2:]
+    for value, key in enumerate(keys):
+        dst = of(0, 64)
+        tier.read_into(key, dst).wait()
+        assert set(dst.array.tolist()) == {value if key in failed else 99}
+        tier.discard(key)
+    assert tier.usage().nbytes == 0
+    tier.close()
+
+
+def test_prefetch_fails_like_a_read() -> None:
+    """Catches prefetches that no plan reaches, and a failed one that can be taken back."""
+    tier = opened()
+    tier.fail_next(Operation.PREFETCH)
+    dst = of(9)
+    prefetch = tier.prefetch_into(A, dst)
+    assert prefetch.done()
+    assert not prefetch.cancel()
+    prefetch.promote()
+    for _ in range(2):
+        with pytest.raises(TransferError):
+            prefetch.wait()
+    assert dst.array.tolist() == [0x5E, 0x5E, 9, 9]
+    tier.prefetch_into(A, dst).wait()
+    assert dst.array.tolist() == [1] * 4
+    assert tier.calls[-2:] == (Operation.PREFETCH, Operation.PREFETCH)
+
+
+def test_prefetch_of_the_inner_tier_is_used() -> None:
+    """Catches a wrapper that turns prefetches which can be cancelled into reads."""
+    tier = FaultyTier(DeferredTier(DictTier()))
+    tier.reserve(A, 4)
+    prefetch = tier.prefetch_into(A, of(0))
+    assert prefetch.cancel()
+    with pytest.raises(TransferCancelledError):
+        prefetch.wait()
 
 
 def test_bad_arguments_are_no_calls() -> None:

@@ -33,11 +33,11 @@ class TestHostTier(TierSuite):
         return open_host(folder)
 
     def peek(self, tier: HostTier, key: TensorKey) -> bytes:
-        lease = tier._entries[key].lease
+        lease = tier._table.entries[key].lease
         return lease.buffer.array.tobytes() if lease else b""
 
     def poke(self, tier: HostTier, key: TensorKey, data: bytes) -> bool:
-        lease = tier._entries[key].lease
+        lease = tier._table.entries[key].lease
         if lease:
             self.fill(lease.buffer, data)
         return True

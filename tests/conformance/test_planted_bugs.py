@@ -6,12 +6,17 @@ test_reference_tiers.py.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import planted_bytes
+import planted_crash
+import planted_prefetch
+import planted_room
 import planted_state
+import planted_threads
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -111,6 +116,36 @@ CAUGHT: list[tuple[Open, str]] = [
     (_deferred(planted_state.DiscardFreesTooEarly), "test_discard_spares_transfers"),
     (_deferred(planted_state.DiscardFreesTooEarly), "test_discard_ends_late_writes"),
     (planted_state.LiveKeys, "test_keys_is_a_snapshot"),
+    (planted_state.PromisesMap, "test_capabilities_are_sane"),
+    (planted_state.MapIsACopy, "test_map_is_the_key"),
+    (planted_threads.UnlockedTable, "test_law_13_lifetimes"),
+    (planted_threads.ClearsBeforeWriting, "test_law_13_one_key"),
+    (planted_threads.ReadsFreedMemory, "test_law_12_close_meets_submitters"),
+    (_faulty(planted_threads.FailureSpreads), "test_law_09_one_among_many"),
+    (planted_threads.UnwrittenIsStuck, "test_fault_sweep"),
+    (planted_room.TakesTheRest, "test_law_08_full_tier"),
+    (planted_room.EvictsTheOldest, "test_law_08_full_tier"),
+    (planted_room.SaysTooLittle, "test_law_08_full_tier"),
+    (planted_room.RefusalCostsRoom, "test_law_07_room_comes_back"),
+    (_deferred(planted_prefetch.PrefetchIgnoresOffset), "test_prefetch_is_a_read"),
+    (_deferred(planted_prefetch.PromoteCancels), "test_prefetch_is_a_read"),
+    (_deferred(planted_prefetch.PrefetchRefusesAtWait), "test_prefetch_refuses"),
+    (_deferred(planted_prefetch.CancelStillReads), "test_prefetch_cancelled"),
+    (_deferred(planted_prefetch.CancelKeepsBuffer), "test_prefetch_cancelled"),
+    (_deferred(planted_prefetch.CancelledSucceeds), "test_prefetch_cancelled"),
+    (_deferred(planted_prefetch.CancelsWhatIsDone), "test_prefetch_cancel_late"),
+    (_deferred(planted_state.DiscardFreesTooEarly), "test_prefetch_discard"),
+    (_deferred(planted_state.CloseForgets), "test_prefetch_close"),
+]
+
+CRASH_CAUGHT: list[tuple[type[TierSuite], str]] = [
+    (planted_crash.AcknowledgesEarlySuite, "neither as the last acknowledged flush"),
+    (planted_crash.FlushesInPlaceSuite, "neither as the last acknowledged flush"),
+    (planted_crash.FolderTierAsWholeSuite, "neither as the last acknowledged flush"),
+    (planted_crash.OpenRewritesSuite, "neither as the last acknowledged flush"),
+    (planted_crash.ForgetsInMemorySuite, "neither as the last acknowledged flush"),
+    (planted_crash.WritesInPlaceSuite, r"process \d+, .*: layers"),
+    (planted_crash.AcknowledgesEarlyByKeySuite, r"process \d+, .*: layers"),
 ]
 
 
@@ -119,6 +154,17 @@ def test_suite_catches(open_one: Open, check: str, tmp_path: Path) -> None:
     """Catches a check that lets through the bug it was written for."""
     failed = failures_of(PlantedSuite(open_one), tmp_path, only=check)
     assert {name.partition("[")[0] for name in failed} == {check}
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("suite", "message"), CRASH_CAUGHT)
+def test_crash_test_catches(suite: type[TierSuite], message: str, tmp_path: Path) -> None:
+    """Catches kills that never meet the moment they are meant for, and a model that forgives."""
+    check = "test_law_14_kills"
+    failed = failures_of(suite(), tmp_path, only=check)
+    assert set(failed) == {check}
+    assert re.search(message, failed[check])
 
 
 @pytest.fixture
@@ -152,12 +198,11 @@ def test_every_law_has_a_test() -> None:
     assert {int(name.split("_")[2]) for name in names} == set(range(1, 15))
 
 
-def test_every_test_of_a_law_has_a_planted_bug() -> None:
+def test_every_check_has_a_planted_bug() -> None:
     """Catches a new check that nobody has seen fail."""
-    tried = {check for _, check in CAUGHT} | {"test_law_12_close_releases"}
-    assert {name for name in dir(TierSuite) if name.startswith("test_law_")} == {
-        name for name in tried if name.startswith("test_law_")
-    }
+    elsewhere = {"test_law_12_close_releases", "test_law_14_kills"}
+    tried = {check for _, check in CAUGHT} | elsewhere
+    assert {name for name in dir(TierSuite) if name.startswith("test_")} == tried
 
 
 MACHINE_CATCHES: list[Open] = [
@@ -176,6 +221,8 @@ MACHINE_CATCHES: list[Open] = [
     _persistent(planted_state.FlushForgetsOne),
     _deferred(planted_state.CloseForgets),
     _deferred(planted_state.DiscardFreesTooEarly),
+    _deferred(planted_prefetch.PrefetchIgnoresOffset),
+    _deferred(planted_prefetch.CancelledSucceeds),
 ]
 
 

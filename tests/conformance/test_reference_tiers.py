@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chip_memory import ChipBuffer, ChipTier, chip_contents, fill_chip
 
+from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace, TierCapabilities
 from zinf_core.keys import TensorKey
 from zinf_core.testing import (
     DeferredTier,
     DictTier,
+    FaultPlan,
     FaultyTier,
     Operation,
     TierSuite,
@@ -79,6 +82,38 @@ class TestAlignedDictTier(TestDictTier):
         return DictTier(capabilities=ALIGNED, capacity_nbytes=16 * MiB)
 
 
+class TestChipTier(TierSuite):
+    """No check may look into device memory other than through the hooks."""
+
+    def open_tier(self, folder: Path) -> Tier:
+        return ChipTier()
+
+    def make_buffer(self, nbytes: int) -> Buffer:
+        return ChipBuffer.make(nbytes)
+
+    def fill(self, buffer: Buffer, data: bytes) -> None:
+        fill_chip(buffer, data)
+
+    def contents(self, buffer: Buffer) -> bytes:
+        return chip_contents(buffer)
+
+
+class TestDeferredChipTier(TestChipTier):
+    def open_tier(self, folder: Path) -> Tier:
+        return DeferredTier(ChipTier(), order=seeded_order(8), fill=fill_chip)
+
+
+class TestFaultyChipTier(TestChipTier):
+    """A failed read ruins nothing it cannot reach."""
+
+    def open_tier(self, folder: Path) -> Tier:
+        return FaultyTier(ChipTier())
+
+    def fail_next(self, tier: FaultyTier, operation: Operation) -> bool:
+        tier.fail_next(operation, damage=True)
+        return True
+
+
 class TestPersistentDictTier(TierSuite):
     @pytest.fixture(autouse=True)
     def _media(self) -> None:
@@ -111,6 +146,16 @@ class TestFaultyTierWithDamage(TestFaultyTier):
     def fail_next(self, tier: FaultyTier, operation: Operation) -> bool:
         tier.fail_next(operation, damage=True)
         return True
+
+
+class TestFullDevice(DictSuite):
+    """The room of the plan is the tier's capacity."""
+
+    def open_inner(self) -> DictTier:
+        return DictTier()
+
+    def wrap(self, inner: DictTier) -> Tier:
+        return FaultyTier(inner, plan=FaultPlan(room_nbytes=16 * MiB))
 
 
 class TestDeferredFaultyTier(DictSuite):
@@ -146,3 +191,11 @@ TestDeferredDrawnMachine = pytest.mark.slow(
     ).TestCase
 )
 TestDeferredPersistentMachine = pytest.mark.slow(machine_for(_open_deferred_media()).TestCase)
+TestChipMachine = pytest.mark.slow(
+    machine_for(
+        lambda folder: DeferredTier(ChipTier(), fill=fill_chip),
+        make_buffer=ChipBuffer.make,
+        fill=fill_chip,
+        contents=chip_contents,
+    ).TestCase
+)

@@ -12,8 +12,15 @@ from zinf_core.completion import Completion
 from zinf_core.errors import TierError, UnsupportedError
 from zinf_core.keys import StateKind, TensorKey
 from zinf_core.runtime.pool import BufferPool, Lease
-from zinf_core.testing import DeferredTier, DictTier, seeded_order, sweep_faults
-from zinf_core.tier import Tier
+from zinf_core.testing import (
+    DeferredTier,
+    DictTier,
+    Operation,
+    host_buffer,
+    seeded_order,
+    sweep_faults,
+)
+from zinf_core.tier import SupportsPrefetch, Tier
 from zinf_core.units import MiB
 from zinf_storage.allocators import PageAlignedAllocator
 from zinf_storage.host import HostTier
@@ -137,6 +144,19 @@ def test_every_call_fails_once_in_every_way() -> None:
     assert " ".join(operation.name for operation in report.calls) == names
     assert report.num_runs == 3 * 1 + 2 * 3 + 3 * 2
     assert report.num_raised == report.num_runs
+
+
+def test_prefetches_fail_too() -> None:
+    """Catches a sweep that lets every prefetch through."""
+
+    def prefetch_one(tier: Tier) -> None:
+        tier.reserve(KEYS[0], 8)
+        assert isinstance(tier, SupportsPrefetch)
+        tier.prefetch_into(KEYS[0], host_buffer(8)).wait()
+
+    report = sweep_faults(prefetch_one, open_tier=DictTier)
+    assert report.calls == (Operation.RESERVE, Operation.PREFETCH)
+    assert report.num_runs == report.num_raised == 3
 
 
 def test_deferred_tier_survives_the_sweep() -> None:

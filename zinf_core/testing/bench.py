@@ -13,7 +13,9 @@ from zinf_core.buffers import Buffer
 from zinf_core.capabilities import TierCapabilities
 from zinf_core.completion import Completion
 from zinf_core.keys import StateKind, TensorKey
-from zinf_core.testing.faulty import Operation
+from zinf_core.testing.crash_model import FlushScope
+from zinf_core.testing.crash_orders import SuiteReference
+from zinf_core.testing.faults import Operation
 from zinf_core.tier import Tier
 
 SIZES: Final = (0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 65537, (1 << 20) + 5)
@@ -27,6 +29,8 @@ class TierHooks(Protocol):
     """What a suite tells the checks about its tier; `TierSuite` has defaults for most."""
 
     timeout_s: float
+    num_kills: int
+    flush_scope: FlushScope
 
     def open_tier(self, folder: Path) -> Tier:
         """Return a newly opened tier that keeps what it has to keep in `folder`."""
@@ -62,6 +66,10 @@ class TierHooks(Protocol):
 
     def fail_next(self, tier: Tier, operation: Operation) -> bool:
         """Make the environment fail the next `operation`; False if that cannot be arranged."""
+        ...
+
+    def in_child(self) -> SuiteReference:
+        """Return how another process makes this suite."""
         ...
 
 

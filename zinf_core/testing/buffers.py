@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +24,42 @@ def host_buffer(nbytes: int) -> HostBuffer:
     Its capacity is whole pages, at least one. The memory is freed with the last reference.
     """
     return HostBuffer(_pages(align_up(max(nbytes, 1))), nbytes)
+
+
+def fill_host(buffer: Buffer, data: bytes) -> None:
+    """Make the bytes of a buffer in host memory `data`, of exactly its length."""
+    buffer.array[:] = np.frombuffer(data, np.uint8)
+
+
+def host_contents(buffer: Buffer) -> bytes:
+    """Return the bytes of a buffer in host memory."""
+    return bytes(buffer.array.tobytes())
+
+
+def watch(buffer: Buffer, on_death: Callable[[], object]) -> None:
+    """Have `on_death` called when the memory of `buffer`, or else the buffer, is dropped.
+
+    Raises TypeError if neither can be watched: memory without weak references.
+    """
+    whole: Any = buffer.array
+    base = getattr(whole, "base", None)
+    for thing in (base, whole, buffer):
+        if thing is not None and getattr(type(thing), "__weakrefoffset__", None):
+            weakref.finalize(thing, on_death)
+            return
+    raise TypeError(f"{type(buffer).__name__} cannot be watched: it takes no weak reference")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferHooks:
+    """How a test makes buffers and gets at their bytes, wherever they lie."""
+
+    make: Callable[[int], Buffer] = host_buffer
+    """Returns a new buffer of a number of bytes (>= 0)."""
+    fill: Callable[[Buffer, bytes], None] = fill_host
+    """Makes the buffer's bytes the given ones, of exactly its length."""
+    contents: Callable[[Buffer], bytes] = host_contents
+    """Returns the buffer's bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +93,11 @@ class ForeignBuffer:
         """Present `buffer` as memory of `space`."""
         self._buffer = buffer
         self._space = space
+
+    @property
+    def behind(self) -> Buffer:
+        """The buffer as it is."""
+        return self._buffer
 
     @property
     def space(self) -> MemorySpace:

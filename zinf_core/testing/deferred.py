@@ -11,9 +11,10 @@ from typing import Final
 from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace, TierCapabilities, TierUsage
 from zinf_core.completion import Completion
-from zinf_core.errors import ConfigError, TransferTimeoutError
+from zinf_core.errors import ConfigError, TransferCancelledError, TransferTimeoutError
 from zinf_core.keys import Extent, TensorKey
-from zinf_core.tier import Tier, validate_transfer
+from zinf_core.testing.buffers import fill_host
+from zinf_core.tier import Prefetch, Tier, validate_transfer
 
 POISON: Final = 0xA5
 """Byte a destination holds from submit until its transfer happens."""
@@ -49,7 +50,9 @@ class DeferredTier:
     transfer, so that callers which poll are not stuck. `wait(timeout_s=0)` is such a poll.
 
     Owns `inner` and closes it. One lock guards the pending transfers and is held while one
-    happens. Destinations and sources must be host memory.
+    happens, so that submits and cancels of other threads wait for it. A prefetch is a deferred
+    read that can be cancelled until it happens, whatever `inner` supports. Destinations and
+    sources must be host memory, unless `fill` can set the bytes of others.
     """
 
     def __init__(
@@ -59,16 +62,25 @@ class DeferredTier:
         order: Order = latest,
         poison: int = POISON,
         polls_until_done: int = 8,
+        fill: Callable[[Buffer, bytes], None] | None = None,
     ) -> None:
-        """Wrap `inner`. Raises ConfigError if it takes no host memory."""
-        spaces = inner.capabilities.memory_spaces & _HOST_SPACES
+        """Wrap `inner`; `fill(buffer, data)` poisons memory of any space.
+
+        Raises ConfigError if `inner` takes no host memory and there is no `fill`.
+        """
+        spaces = inner.capabilities.memory_spaces
+        spaces = spaces & _HOST_SPACES if fill is None else spaces
         if not spaces:
-            raise ConfigError(f"DeferredTier needs host memory, which {inner.name} does not take")
+            raise ConfigError(
+                f"DeferredTier needs host memory, which {inner.name} does not take; pass `fill`, "
+                "which poisons memory of other spaces"
+            )
         self._inner = inner
         self._capabilities = replace(inner.capabilities, memory_spaces=spaces, mappable=False)
         self._order = order
         self._poison = poison
         self._polls_until_done = polls_until_done
+        self._fill = fill or fill_host
         self._pending: list[_Deferred] = []
         self._lock = threading.RLock()
 
@@ -79,7 +91,7 @@ class DeferredTier:
 
     @property
     def capabilities(self) -> TierCapabilities:
-        """The inner tier's, for host memory only and without `map`."""
+        """The inner tier's, without `map` and, without `fill`, for host memory only."""
         return self._capabilities
 
     @property
@@ -106,10 +118,11 @@ class DeferredTier:
 
     def read_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Completion:
         """Poison `dst` and keep the read for later."""
-        with self._lock:
-            self._validate(key, dst, offset)
-            dst.array[:] = self._poison
-            return self._defer(key, lambda: self._inner.read_into(key, dst, offset=offset).wait())
+        return self._deferred_read(key, dst, offset)
+
+    def prefetch_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Prefetch:
+        """Poison `dst` and keep the read for later, unless it is cancelled before."""
+        return self._deferred_read(key, dst, offset)
 
     def write_from(self, key: TensorKey, src: Buffer, *, offset: int = 0) -> Completion:
         """Keep the write for later; `src` is not looked at before."""
@@ -141,6 +154,12 @@ class DeferredTier:
         nbytes = self._inner.stat(key).nbytes
         validate_transfer(self.name, key, nbytes, buffer, offset, capabilities=self._capabilities)
 
+    def _deferred_read(self, key: TensorKey, dst: Buffer, offset: int) -> _Deferred:
+        with self._lock:
+            self._validate(key, dst, offset)
+            self._fill(dst, bytes([self._poison]) * dst.nbytes)
+            return self._defer(key, lambda: self._inner.read_into(key, dst, offset=offset).wait())
+
     def _defer(self, key: TensorKey | None, act: Callable[[], None]) -> _Deferred:
         item = _Deferred(self, key, act)
         self._pending.append(item)
@@ -171,6 +190,15 @@ class DeferredTier:
                 target.happen()
             return target.happened
 
+    def _cancel(self, target: _Deferred) -> bool:
+        """Make `target` happen without doing anything, unless it has happened."""
+        with self._lock:
+            if target.happened:
+                return False
+            error = TransferCancelledError(f"{self.name}: prefetch of {target.key} was cancelled")
+            target.give_up(error)
+            return True
+
     def _forget(self, target: _Deferred) -> None:
         self._pending.remove(target)
 
@@ -197,6 +225,17 @@ class _Deferred:
         except Exception as exc:  # noqa: BLE001 - raised by every wait
             self._error = exc
 
+    def give_up(self, error: Exception) -> None:
+        """Let go of the buffer without the transfer; every wait raises `error`."""
+        self._act, self._error = None, error
+        self.happen()
+
+    def cancel(self) -> bool:
+        return self._tier._cancel(self)  # noqa: SLF001 - the two classes are one unit
+
+    def promote(self) -> None:
+        return
+
     def done(self) -> bool:
         return self._tier._poll(self)  # noqa: SLF001 - the two classes are one unit
 
@@ -205,4 +244,4 @@ class _Deferred:
             raise TransferTimeoutError(f"{self._tier.name}: transfer of {self.key} still deferred")
         self._tier._until(self)  # noqa: SLF001 - the two classes are one unit
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)

@@ -2,116 +2,39 @@
 
 from __future__ import annotations
 
-import enum
-import errno
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from zinf_core.buffers import Buffer
-from zinf_core.capabilities import TierCapabilities, TierUsage
+from zinf_core.capabilities import MemorySpace, TierCapabilities, TierUsage
 from zinf_core.completion import CompletedTransfer, Completion
-from zinf_core.errors import (
-    ConfigError,
-    CorruptDataError,
-    TierError,
-    TierFullError,
-    TransferError,
-)
+from zinf_core.errors import CorruptDataError, TierError
 from zinf_core.keys import Extent, TensorKey
-from zinf_core.tier import Tier, validate_transfer
+from zinf_core.testing.faults import (
+    DAMAGED,
+    PLANNED,
+    WITHOUT_COMPLETION,
+    Fault,
+    FaultPlan,
+    Operation,
+    Phase,
+    io_error,
+    no_space,
+)
+from zinf_core.tier import Prefetch, SupportsPrefetch, Tier, validate_transfer
 
 RUINED: Final = 0x5E
-"""Byte that a failed read leaves in the first half of its destination."""
-
-
-class Operation(enum.Enum):
-    """Call of a tier that can be made to fail."""
-
-    RESERVE = "reserve"
-    READ = "read_into"
-    WRITE = "write_from"
-    FLUSH = "flush"
-    DISCARD = "discard"
-
-
-class Phase(enum.Enum):
-    """When a call fails."""
-
-    SUBMIT = "submit"
-    """The call itself raises."""
-    WAIT = "wait"
-    """The call returns a completion whose `wait` raises."""
-
-
-_PLANNED: Final = "planned failure"
-_DAMAGED: Final = "holds a failed write"
-_WITHOUT_COMPLETION: Final = frozenset({Operation.RESERVE, Operation.DISCARD})
-
-
-def io_error(message: str) -> TierError:
-    """Return a TransferError with EIO: the device failed."""
-    return TransferError(errno.EIO, message)
-
-
-def no_space(message: str) -> TierError:
-    """Return a TierFullError with ENOSPC: the device is full."""
-    return TierFullError(errno.ENOSPC, message)
-
-
-def stems_from_fault(error: BaseException | None) -> bool:
-    """Return whether `error` is, was raised from, or groups an error of a `Fault`.
-
-    A read of a key that a fault has damaged counts as well.
-    """
-    while error is not None:
-        if any(phrase in str(error) for phrase in (_PLANNED, _DAMAGED)):
-            return True
-        if isinstance(error, BaseExceptionGroup):
-            return any(map(stems_from_fault, error.exceptions))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One call that fails, once."""
-
-    call: int
-    """Which one, from 0, among the calls of `operation`, or among all calls."""
-    operation: Operation | None = None
-    """Calls that are counted; None counts all five."""
-    phase: Phase = Phase.WAIT
-    """`reserve` and `discard` have no completion: they fail at submit in either phase."""
-    error: Callable[[str], TierError] = io_error
-    """Makes the error from its message."""
-    damage: bool = False
-    """A write that fails leaves a mixture behind, and reads of the key raise CorruptDataError
-    until it is written whole or discarded; without, it leaves the old bytes."""
-
-    def __post_init__(self) -> None:
-        """Refuse a call that cannot come."""
-        if self.call < 0:
-            raise ConfigError(f"Fault.call = {self.call} is negative; the first call is 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultPlan:
-    """What goes wrong, and when."""
-
-    faults: tuple[Fault, ...] = ()
-    device_nbytes: int | None = None
-    """Short device: a write that makes the total written exceed this fails with EIO."""
-    room_nbytes: int | None = None
-    """Full device: a reserve that makes the total reserved exceed this fails with ENOSPC."""
+"""Byte that a failed read leaves in the first half of its destination, if it is host memory."""
 
 
 class FaultyTier:
     """Wrapper that fails what its plan says and passes everything else on.
 
     Counts the calls it gets, so that a sweep knows how many there are to fail. A transfer with
-    bad arguments raises before a fault does and is not counted. Owns `inner` and closes it. One
+    bad arguments raises before a fault does and is not counted. Over a tier that does not support
+    prefetch, `prefetch_into` is a read that cannot be cancelled. Owns `inner` and closes it. One
     lock guards the counts and the damaged keys.
     """
 
@@ -159,8 +82,12 @@ class FaultyTier:
             self._armed.append(Fault(call=call, operation=operation, phase=phase, damage=damage))
 
     def usage(self) -> TierUsage:
-        """Return what the inner tier stores."""
-        return self._inner.usage()
+        """Return what the inner tier stores; its capacity is at most the planned room."""
+        usage = self._inner.usage()
+        room, capacity = self._plan.room_nbytes, usage.capacity_nbytes
+        if room is None or (capacity is not None and capacity <= room):
+            return usage
+        return replace(usage, capacity_nbytes=room)
 
     def stat(self, key: TensorKey) -> Extent:
         """Return where `key` lies on the inner tier."""
@@ -176,22 +103,27 @@ class FaultyTier:
             self._take(Operation.RESERVE, key)
             room = self._plan.room_nbytes
             if room is not None and self._inner.usage().nbytes + nbytes > room:
-                raise no_space(f"{self.name}: {nbytes} bytes of {key} exceed a room of {room}")
+                raise no_space(
+                    f"{self.name}: no room for {nbytes} bytes of {key} on a device of {room}; "
+                    "discard keys"
+                )
             return self._inner.reserve(key, nbytes)
 
     def read_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Completion:
-        """Read from the inner tier, or fail and ruin half of `dst`."""
+        """Read from the inner tier, or fail and ruin half of `dst` if it is host memory."""
         with self._lock:
-            self._validate(key, dst, offset)
-            taken = self._take(Operation.READ, key)
-            if taken is not None:
-                dst.array[: dst.nbytes // 2] = RUINED
-                return CompletedTransfer(taken[1])
-            if key in self._damaged:
-                return CompletedTransfer(
-                    CorruptDataError(f"{self.name}: {key} {_DAMAGED}; write it whole or discard it")
-                )
-            return self._inner.read_into(key, dst, offset=offset)
+            failed = self._failed_read(Operation.READ, key, dst, offset)
+            return failed or self._inner.read_into(key, dst, offset=offset)
+
+    def prefetch_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Prefetch:
+        """Prefetch from the inner tier, or fail as `read_into` does."""
+        with self._lock:
+            failed = self._failed_read(Operation.PREFETCH, key, dst, offset)
+            if failed is not None:
+                return _UnderWay(failed)
+            if isinstance(self._inner, SupportsPrefetch):
+                return self._inner.prefetch_into(key, dst, offset=offset)
+            return _UnderWay(self._inner.read_into(key, dst, offset=offset))
 
     def write_from(self, key: TensorKey, src: Buffer, *, offset: int = 0) -> Completion:
         """Write to the inner tier, or fail and leave the old bytes or a damaged key."""
@@ -232,6 +164,22 @@ class FaultyTier:
         """Close the inner tier."""
         self._inner.close()
 
+    def _failed_read(
+        self, operation: Operation, key: TensorKey, dst: Buffer, offset: int
+    ) -> CompletedTransfer | None:
+        """Count the read; return its failure, None if it shall work."""
+        self._validate(key, dst, offset)
+        taken = self._take(operation, key)
+        if taken is not None:
+            if dst.space is not MemorySpace.DEVICE:
+                dst.array[: dst.nbytes // 2] = RUINED
+            return CompletedTransfer(taken[1])
+        if key in self._damaged:
+            return CompletedTransfer(
+                CorruptDataError(f"{self.name}: {key} {DAMAGED}; write it whole or discard it")
+            )
+        return None
+
     def _validate(self, key: TensorKey, buffer: Buffer, offset: int) -> int:
         nbytes = self._inner.stat(key).nbytes
         validate_transfer(self.name, key, nbytes, buffer, offset, capabilities=self._capabilities)
@@ -251,8 +199,8 @@ class FaultyTier:
         self._armed.remove(fault)
         self._fired.append(fault)
         what = "all" if key is None else str(key)
-        error = fault.error(f"{self.name}: {_PLANNED} of {operation.value} of {what}")
-        if fault.phase is Phase.SUBMIT or operation in _WITHOUT_COMPLETION:
+        error = fault.error(f"{self.name}: {PLANNED} of {operation.value} of {what}")
+        if fault.phase is Phase.SUBMIT or operation in WITHOUT_COMPLETION:
             raise error
         return fault, error
 
@@ -272,3 +220,20 @@ class FaultyTier:
             return CompletedTransfer(exc)
         self._damaged.discard(key)
         return completion
+
+
+class _UnderWay:
+    """A read that began at submit, as a Prefetch."""
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
+        self.done: Callable[[], bool] = completion.done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._completion.wait(timeout_s)
+
+    def cancel(self) -> bool:
+        return False
+
+    def promote(self) -> None:
+        return

@@ -71,7 +71,8 @@ class DictTier:
                 if nbytes > room:
                     raise TierFullError(
                         errno.ENOSPC,
-                        f"{self.name}: no room for {nbytes} bytes of {key}, {room} left",
+                        f"{self.name}: no room for {nbytes} bytes of {key}, {room} left; discard "
+                        "keys or open the tier with a larger capacity_nbytes",
                     )
             self._stored[key] = bytes([UNWRITTEN]) * nbytes
             return _extent(nbytes)

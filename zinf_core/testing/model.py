@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from zinf_core.buffers import Buffer, ByteArray
 from zinf_core.completion import Completion
+from zinf_core.tier import Prefetch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +79,8 @@ class PendingRead:
     """Writes of the key in flight at some time since the read was submitted."""
     dst: Buffer
     completion: Completion
+    prefetch: Prefetch | None = None
+    """The completion, if the read was submitted as a prefetch."""
 
     def num_wrong(self, found: ByteArray) -> int:
         """Return how many bytes are neither the old ones nor those of a write in flight."""

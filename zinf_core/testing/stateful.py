@@ -17,7 +17,7 @@ from zinf_core.buffers import Buffer
 from zinf_core.errors import KeyAbsentError, KeyExistsError, RangeError, TierFullError
 from zinf_core.keys import TensorKey
 from zinf_core.testing.bench import data_of, key_of
-from zinf_core.testing.buffers import host_buffer
+from zinf_core.testing.buffers import BufferHooks, fill_host, host_buffer, host_contents
 from zinf_core.testing.model import Patch, StoredModel
 from zinf_core.testing.traffic import Pending, Traffic
 from zinf_core.tier import Tier
@@ -38,6 +38,8 @@ def machine_for(
     open_tier: Callable[[Path], Tier],
     *,
     make_buffer: Callable[[int], Buffer] = host_buffer,
+    fill: Callable[[Buffer, bytes], None] = fill_host,
+    contents: Callable[[Buffer], bytes] = host_contents,
     timeout_s: float = 30.0,
 ) -> type[TierMachine]:
     """Return the state machine for the tier that `open_tier(folder)` opens. In a test file::
@@ -45,12 +47,13 @@ def machine_for(
         TestMyTierMachine = machine_for(MyTier.open).TestCase
 
     A persistent tier is closed and opened again in the same folder. The tier needs room for
-    1 MiB. `make_buffer` makes host memory the tier can transfer with; a wait that takes longer
-    than `timeout_s` fails.
+    1 MiB. `make_buffer` makes memory the tier can transfer with; if that is not host memory,
+    `fill` and `contents` say how its bytes are set and looked at. A wait that takes longer than
+    `timeout_s` fails.
     """
     own = {
         "open_tier": staticmethod(open_tier),
-        "make_buffer": staticmethod(make_buffer),
+        "buffers": BufferHooks(make=make_buffer, fill=fill, contents=contents),
         "timeout_s": timeout_s,
     }
     return type("TierMachineForOne", (TierMachine,), own)
@@ -65,7 +68,7 @@ class TierMachine(RuleBasedStateMachine):
     """
 
     open_tier: ClassVar[Callable[[Path], Tier]]
-    make_buffer: ClassVar[Callable[[int], Buffer]]
+    buffers: ClassVar[BufferHooks]
     timeout_s: ClassVar[float]
 
     def __init__(self) -> None:
@@ -76,7 +79,7 @@ class TierMachine(RuleBasedStateMachine):
         self._model: dict[TensorKey, StoredModel] = {}
         self._flushed: dict[TensorKey, tuple[StoredModel, int]] = {}
         own = type(self)
-        self._traffic = Traffic(own.make_buffer, timeout_s=own.timeout_s)
+        self._traffic = Traffic(own.buffers, timeout_s=own.timeout_s)
 
     @property
     def tier(self) -> Tier:
@@ -126,7 +129,7 @@ class TierMachine(RuleBasedStateMachine):
         """Name a key that is not there, in every call that takes one."""
         if key in self._model:
             return
-        buffer = type(self).make_buffer(0)
+        buffer = self.buffers.make(0)
         for call in (self.tier.stat, self.tier.discard):
             with pytest.raises(KeyAbsentError):
                 call(key)
@@ -145,11 +148,12 @@ class TierMachine(RuleBasedStateMachine):
         self._limit()
 
     @precondition(lambda self: self._model)
-    @rule(which=_indices, first=_parts, count=_parts)
-    def read(self, which: int, first: int, count: int) -> None:
-        """Submit a read of a whole key or of a legal range."""
+    @rule(which=_indices, first=_parts, count=_parts, ahead=st.booleans())
+    def read(self, which: int, first: int, count: int, ahead: bool) -> None:
+        """Submit a read, or a prefetch, of a whole key or of a legal range."""
         key, stored = self._pick(which)
-        self._traffic.read(self.tier, key, stored, self._span(stored.nbytes, first, count))
+        span = self._span(stored.nbytes, first, count)
+        self._traffic.read(self.tier, key, stored, span, ahead=ahead)
         self._limit()
 
     @precondition(lambda self: self._model)
@@ -180,6 +184,12 @@ class TierMachine(RuleBasedStateMachine):
         """Ask whether a transfer is done; if so, its bytes are there."""
         self._traffic.poll(self._pending(which))
 
+    @precondition(lambda self: self._traffic.pending)
+    @rule(which=_indices)
+    def cancel(self, which: int) -> None:
+        """Give a prefetch up, if it can be."""
+        self._traffic.cancel(self._pending(which))
+
     @rule()
     def flush(self) -> None:
         """Flush; what was waited for before is durable then."""
@@ -202,7 +212,7 @@ class TierMachine(RuleBasedStateMachine):
             self._traffic.settle_all()
             self.flush()
         self.tier.close()
-        self._traffic.settle_all()
+        self._traffic.settle_closed()
         self._open()
         if persistent:
             self._adopt()

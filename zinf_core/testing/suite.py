@@ -6,15 +6,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from zinf_core.buffers import Buffer
 from zinf_core.keys import TensorKey
-from zinf_core.testing import laws_bytes, laws_state, laws_transfers
+from zinf_core.testing import (
+    laws_bytes,
+    laws_crash,
+    laws_faults,
+    laws_prefetch,
+    laws_room,
+    laws_state,
+    laws_threads,
+    laws_transfers,
+)
 from zinf_core.testing.bench import Bench
-from zinf_core.testing.buffers import host_buffer
-from zinf_core.testing.faulty import Operation
+from zinf_core.testing.buffers import fill_host, host_buffer, host_contents
+from zinf_core.testing.crash_model import FlushScope
+from zinf_core.testing.crash_orders import SuiteReference
+from zinf_core.testing.faults import Operation
 from zinf_core.tier import Tier
 
 
@@ -27,8 +37,9 @@ class TierSuite(ABC):
 
     Give the tier room for 16 MiB and a name of its own. `peek` and `poke` are back doors: they
     look at what is stored, and change it, without the tier's transfers, so that a wrong write and
-    a wrong read cannot agree with each other. `fail_next` lets laws 9 and 10 be tested. Checks
-    whose hook is missing are skipped, so read the list of skipped tests once.
+    a wrong read cannot agree with each other. `fail_next` lets laws 9 and 10 be tested, `num_kills`
+    the laws 9 and 14 on processes that are killed. Checks whose hook is missing are skipped, so
+    read the list of skipped tests once.
 
     A tier may break no law on purpose. If yours cannot keep one, override that test with one that
     says what happens instead, and tell the users of the tier.
@@ -36,6 +47,11 @@ class TierSuite(ABC):
 
     timeout_s: float = 30.0
     """Seconds after which a wait counts as stuck."""
+    num_kills: int = 0
+    """Processes that the crash test kills, 0 for none; 8 take a few seconds. For a persistent tier
+    that keeps everything in its folder."""
+    flush_scope: FlushScope = FlushScope.TIER
+    """What the crash test expects of work that was cut short; see `FlushScope`."""
 
     @abstractmethod
     def open_tier(self, folder: Path) -> Tier:
@@ -56,11 +72,11 @@ class TierSuite(ABC):
 
     def fill(self, buffer: Buffer, data: bytes) -> None:
         """Make the buffer's bytes `data`; override for memory numpy cannot reach."""
-        buffer.array[:] = np.frombuffer(data, np.uint8)
+        fill_host(buffer, data)
 
     def contents(self, buffer: Buffer) -> bytes:
         """Return the buffer's bytes; override for memory numpy cannot reach."""
-        return bytes(buffer.array.tobytes())
+        return host_contents(buffer)
 
     def peek(self, tier: Tier, key: TensorKey) -> bytes | None:
         """Return what is stored under `key` after a flush, not using `read_into`."""
@@ -73,6 +89,14 @@ class TierSuite(ABC):
     def fail_next(self, tier: Tier, operation: Operation) -> bool:
         """Make the environment fail the next READ or WRITE of `tier`, once."""
         return False
+
+    def in_child(self) -> SuiteReference:
+        """Return how a process that will be killed makes this suite, by default its class.
+
+        The class is imported and called there, without fixtures: where `open_tier` needs more,
+        refer to a class of yours that does not.
+        """
+        return SuiteReference.of(type(self))
 
     @pytest.fixture
     def bench(self, tmp_path: Path) -> Iterator[Bench]:
@@ -101,8 +125,11 @@ class TierSuite(ABC):
     test_law_06_transfers_stay_inside = staticmethod(laws_transfers.transfers_stay_inside)
     test_law_07_usage_is_the_sum = staticmethod(laws_state.usage_is_the_sum)
     test_law_07_room_is_used_again = staticmethod(laws_state.discarded_room_is_used_again)
+    test_law_07_room_comes_back = staticmethod(laws_room.a_full_tier_empties)
+    test_law_08_full_tier = staticmethod(laws_room.a_full_tier_stays_whole)
     test_law_08_failed_reserve = staticmethod(laws_state.a_failed_reserve_changes_nothing)
     test_law_09_failed_write = staticmethod(laws_transfers.a_failed_write_is_noticed)
+    test_law_09_one_among_many = staticmethod(laws_room.one_failure_among_many)
     test_law_10_failures_come_from_wait = staticmethod(laws_transfers.failures_come_from_wait)
     test_law_10_bad_ranges = staticmethod(laws_transfers.bad_ranges_raise)
     test_law_10_misalignment = staticmethod(laws_transfers.misalignment_raises)
@@ -111,16 +138,27 @@ class TierSuite(ABC):
     test_law_12_close_settles = staticmethod(laws_state.close_settles_everything)
     test_law_12_closed_tiers_refuse = staticmethod(laws_state.closed_tiers_refuse)
     test_law_12_close_releases = staticmethod(laws_state.close_releases_everything)
+    test_law_12_close_meets_submitters = staticmethod(laws_threads.close_meets_submitters)
+    test_law_13_lifetimes = staticmethod(laws_threads.lifetimes_may_overlap)
+    test_law_13_one_key = staticmethod(laws_threads.one_key_serves_all)
     test_law_13_threads = staticmethod(laws_transfers.threads_do_not_disturb)
     test_law_13_another_thread_may_wait = staticmethod(laws_transfers.another_thread_may_wait)
     test_law_14_reopening = staticmethod(laws_state.reopening_destroys_nothing)
     test_law_14_without_flush = staticmethod(
         laws_state.reopening_without_flush_keeps_what_was_flushed
     )
+    test_law_14_kills = staticmethod(laws_crash.survives_kills)
     test_discard_spares_transfers = staticmethod(laws_state.discard_leaves_transfers_alone)
     test_discard_ends_late_writes = staticmethod(
         laws_state.a_late_write_does_not_reach_the_next_key
     )
+    test_fault_sweep = staticmethod(laws_faults.every_call_may_fail)
     test_keys_is_a_snapshot = staticmethod(laws_state.keys_is_a_snapshot)
     test_capabilities_are_sane = staticmethod(laws_state.capabilities_are_sane)
     test_map_is_the_key = staticmethod(laws_state.map_is_the_key)
+    test_prefetch_is_a_read = staticmethod(laws_prefetch.prefetched_is_read)
+    test_prefetch_refuses = staticmethod(laws_prefetch.prefetch_refuses_like_read)
+    test_prefetch_cancelled = staticmethod(laws_prefetch.cancelled_prefetch_is_over)
+    test_prefetch_cancel_late = staticmethod(laws_prefetch.cancel_comes_too_late)
+    test_prefetch_discard = staticmethod(laws_prefetch.prefetch_outlives_its_key)
+    test_prefetch_close = staticmethod(laws_prefetch.close_settles_prefetches)

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 from zinf_core.errors import TierError
 from zinf_core.runtime.pool import BufferPool
-from zinf_core.testing.faulty import (
+from zinf_core.testing.faults import (
+    WITHOUT_COMPLETION,
     Fault,
     FaultPlan,
-    FaultyTier,
     Operation,
     Phase,
     stems_from_fault,
 )
+from zinf_core.testing.faulty import FaultyTier
 from zinf_core.tier import Tier
 
 Workload = Callable[[Tier], None]
@@ -80,7 +81,7 @@ def _faults(calls: Sequence[Operation]) -> Iterator[tuple[Fault, str]]:
         what = f"{operation.value} number {seen[operation]} (call {call})"
         seen[operation] += 1
         yield Fault(call=call, phase=Phase.SUBMIT), f"{what} failed at submit"
-        if operation not in (Operation.RESERVE, Operation.DISCARD):
+        if operation not in WITHOUT_COMPLETION:
             yield Fault(call=call), f"{what} failed at wait"
         if operation is Operation.WRITE:
             yield Fault(call=call, damage=True), f"{what} failed at wait with damage"

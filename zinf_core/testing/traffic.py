@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
+import pytest
 
-from zinf_core.buffers import Buffer
+from zinf_core.errors import TransferCancelledError
 from zinf_core.keys import TensorKey
+from zinf_core.testing.buffers import BufferHooks
 from zinf_core.testing.model import Patch, PendingRead, PendingWrite, StoredModel
-from zinf_core.tier import Tier
+from zinf_core.tier import SupportsPrefetch, Tier
 
 _SCRIBBLE = 0xEE
 
@@ -23,17 +25,22 @@ class Traffic:
     poisoned with what they must not hold, sources scribbled on as soon as they are free.
     """
 
-    def __init__(self, make_buffer: Callable[[int], Buffer], *, timeout_s: float) -> None:
+    def __init__(self, buffers: BufferHooks, *, timeout_s: float) -> None:
         """Start with nothing in flight."""
         self.pending: list[Pending] = []
-        self._make_buffer = make_buffer
+        self._buffers = buffers
         self._timeout_s = timeout_s
 
-    def read(self, tier: Tier, key: TensorKey, stored: StoredModel, span: range) -> PendingRead:
-        """Submit a read of the bytes `span` of `key`."""
-        dst = self._make_buffer(len(span))
+    def read(
+        self, tier: Tier, key: TensorKey, stored: StoredModel, span: range, *, ahead: bool = False
+    ) -> PendingRead:
+        """Submit a read of the bytes `span` of `key`; `ahead`: a prefetch, if `tier` has it."""
+        dst = self._buffers.make(len(span))
         values = stored.values[span.start : span.stop].copy()
-        dst.array[:] = ~values
+        self._buffers.fill(dst, (~values).tobytes())
+        prefetch = None
+        if ahead and isinstance(tier, SupportsPrefetch):
+            prefetch = tier.prefetch_into(key, dst, offset=span.start)
         item = PendingRead(
             stored=stored,
             offset=span.start,
@@ -41,7 +48,8 @@ class Traffic:
             known=stored.known[span.start : span.stop].copy(),
             patches=list(stored.in_flight),
             dst=dst,
-            completion=tier.read_into(key, dst, offset=span.start),
+            completion=prefetch or tier.read_into(key, dst, offset=span.start),
+            prefetch=prefetch,
         )
         self.pending.append(item)
         return item
@@ -55,8 +63,8 @@ class Traffic:
             and item.stored is stored
             and item.patch.overlaps(patch)
         )
-        src = self._make_buffer(len(patch.data))
-        src.array[:] = patch.data
+        src = self._buffers.make(len(patch.data))
+        self._buffers.fill(src, patch.data.tobytes())
         stored.submit(patch)
         for item in self.pending:
             if isinstance(item, PendingRead) and item.stored is stored:
@@ -72,23 +80,46 @@ class Traffic:
             item.completion.wait(timeout_s=self._timeout_s)
             assert item.completion.done(), "done() is False after wait() returned"
             self._check(item)
-            self.pending = [other for other in self.pending if other is not item]
+            self._forget(item)
 
     def settle_all(self) -> None:
         """Wait for everything in flight."""
         self.settle(self.pending)
+
+    def settle_closed(self) -> None:
+        """Wait for everything in flight when the tier was closed; it may give prefetches up."""
+        for item in list(self.pending):
+            try:
+                self.settle([item])
+            except TransferCancelledError:
+                if not isinstance(item, PendingRead) or item.prefetch is None:
+                    raise
+                self._forget(item)
 
     def poll(self, item: Pending) -> None:
         """Ask whether `item` is done; if so, its bytes must be there. It stays in flight."""
         if item.completion.done():
             self._check(item)
 
+    def cancel(self, item: Pending) -> None:
+        """Give `item` up if it is a prefetch that can be; its buffer is free then."""
+        prefetch = item.prefetch if isinstance(item, PendingRead) else None
+        if prefetch is None or not prefetch.cancel():
+            return
+        with pytest.raises(TransferCancelledError):
+            prefetch.wait(timeout_s=self._timeout_s)
+        assert prefetch.done(), "done() is False after cancel() returned True"
+        self._forget(item)
+
+    def _forget(self, item: Pending) -> None:
+        self.pending = [other for other in self.pending if other is not item]
+
     def _check(self, item: Pending) -> None:
         if isinstance(item, PendingWrite):
             if item.patch in item.stored.in_flight:
                 item.stored.settle(item.patch)
-            item.src.array[:] = _SCRIBBLE
+            self._buffers.fill(item.src, bytes([_SCRIBBLE]) * item.src.nbytes)
         else:
-            found = np.asarray(item.dst.array)
+            found = np.frombuffer(self._buffers.contents(item.dst), np.uint8)
             num_wrong = item.num_wrong(found)
             assert not num_wrong, f"{num_wrong} of {len(found)} bytes read are wrong"
