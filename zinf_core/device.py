@@ -12,7 +12,8 @@ from zinf_core.completion import Completion
 class Device(BufferAllocator, Protocol):
     """Allocates memory of MemorySpace.DEVICE and copies between it and host memory.
 
-    Thread-safe. Addresses of its buffers mean nothing to the CPU.
+    Thread-safe. Addresses of its buffers mean nothing to the CPU. `allocate` returns an empty
+    buffer without memory for 0 bytes.
     """
 
     @property
@@ -27,7 +28,8 @@ class Device(BufferAllocator, Protocol):
         It happens after everything that was submitted to the device for compute before this call,
         on the stream that is current for compute in the calling thread. Both buffers belong to the
         device until the completion is done; what is submitted for compute after `wait` sees the
-        copy. Raises RangeError for different lengths, UnsupportedBufferError if no buffer is in
+        copy. Copies that share memory happen in the order of their submission, others in any
+        order. Raises RangeError for different lengths, UnsupportedBufferError if no buffer is in
         device memory; `wait` raises TransferError.
         """
         ...

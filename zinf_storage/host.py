@@ -2,198 +2,97 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import Final
 
-import numpy as np
-
-from zinf_core.buffers import Buffer, HostBuffer
+from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace, TierCapabilities, TierUsage
-from zinf_core.completion import CompletedTransfer, Completion
-from zinf_core.errors import (
-    BudgetError,
-    KeyAbsentError,
-    KeyExistsError,
-    TierClosedError,
-    TierFullError,
-)
+from zinf_core.completion import Completion
+from zinf_core.device import Device
 from zinf_core.keys import Extent, TensorKey
-from zinf_core.runtime.pool import BufferPool, Lease
-from zinf_core.tier import validate_reserve, validate_transfer
-from zinf_core.units import align_up, format_nbytes
+from zinf_core.runtime.pool import BufferPool
+from zinf_storage.memory_table import MemoryTable
 
-_CAPABILITIES = TierCapabilities(memory_spaces=frozenset({MemorySpace.HOST}), mappable=True)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Entry:
-    nbytes: int
-    lease: Lease | None
-    """None for a key of 0 bytes, and once the key was discarded."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Guards the bytes: one copy at a time, and none while the lease is given back."""
+_ALONE: Final = TierCapabilities(memory_spaces=frozenset({MemorySpace.HOST}), mappable=True)
+_WITH_DEVICE: Final = TierCapabilities(
+    memory_spaces=frozenset({MemorySpace.HOST, MemorySpace.DEVICE}), mappable=True, max_in_flight=2
+)
 
 
 class HostTier:
-    """Keeps each key in a lease of `pool`; transfers are copies made at submit.
+    """Keeps each key in a lease of `pool`; see `MemoryTable`.
 
-    Thread-safe: `_lock` guards the table and the counters, each entry's lock its bytes.
+    Transfers with host memory are copies made at submit; those with the memory of `device` are
+    made by it. Thread-safe. Takes no memory besides the leases.
     """
 
-    def __init__(self, name: str, *, pool: BufferPool) -> None:
-        """Create an empty tier. `pool` must hand out host memory and is not closed with it."""
-        self._name = name
+    def __init__(self, name: str, *, pool: BufferPool, device: Device | None = None) -> None:
+        """Create an empty tier.
+
+        `pool` must hand out host memory, pinned for `device` if copies with it are to be fast.
+        Neither is closed with the tier.
+        """
         self._pool = pool
-        self._lock = threading.Lock()
-        self._entries: dict[TensorKey, _Entry] = {}
-        self._nbytes = 0
-        self._allocated_nbytes = 0
-        self._closed = False
+        capabilities = _ALONE if device is None else _WITH_DEVICE
+        self._table = MemoryTable(name, pool=pool, device=device, capabilities=capabilities)
 
     @property
     def name(self) -> str:
         """Name used in messages."""
-        return self._name
+        return self._table.name
 
     @property
     def capabilities(self) -> TierCapabilities:
-        """Host memory, any offset and length, mappable."""
-        return _CAPABILITIES
+        """Host memory, and device memory if there is a device; any offset and length, mappable."""
+        return self._table.capabilities
+
+    @property
+    def path_taken(self) -> str:
+        """``"host-pinned"`` if keys lie in memory the device reaches, otherwise ``"host"``."""
+        return "host-pinned" if self._pool.space is MemorySpace.HOST_PINNED else "host"
 
     def usage(self) -> TierUsage:
         """Return what is stored now. The capacity is the pool's budget, shared with its users."""
-        with self._lock:
-            self._require_open()
-            return TierUsage(
-                num_keys=len(self._entries),
-                nbytes=self._nbytes,
-                allocated_nbytes=self._allocated_nbytes,
-                capacity_nbytes=self._pool.budget_nbytes,
-            )
+        return self._table.usage()
 
     def reserve(self, key: TensorKey, nbytes: int) -> Extent:
         """Lease room for `nbytes` under `key`.
 
         Raises KeyExistsError, RangeError, or TierFullError if the pool has no room.
         """
-        with self._lock:
-            self._require_open()
-            validate_reserve(self._name, key, nbytes)
-            if key in self._entries:
-                raise KeyExistsError(f"{self._name}: {key} is reserved already; discard it first")
-            entry = _Entry(nbytes=nbytes, lease=self._leased(key, nbytes) if nbytes else None)
-            self._entries[key] = entry
-            self._nbytes += nbytes
-            self._allocated_nbytes += align_up(nbytes)
-        return _extent(entry)
+        return self._table.reserve(key, nbytes)
 
     def stat(self, key: TensorKey) -> Extent:
         """Return the size of `key`. Raises KeyAbsentError."""
-        return _extent(self._entry(key))
+        return self._table.stat(key)
 
     def keys(self) -> Iterator[TensorKey]:
         """Iterate over a snapshot of the reserved keys."""
-        with self._lock:
-            self._require_open()
-            return iter(list(self._entries))
+        return self._table.keys()
 
     def read_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Completion:
-        """Copy `dst.nbytes` bytes of `key` from `offset` into `dst` before returning."""
-        entry = self._entry(key)
-        self._validate(key, entry, dst, offset)
-        with entry.lock:
-            stored = self._stored(key, entry)
-            np.copyto(dst.array, stored[offset : offset + dst.nbytes])
-        return CompletedTransfer()
+        """Copy `dst.nbytes` bytes of `key` from `offset` into `dst`: before returning if it is
+        host memory, else the device does."""
+        return self._table.read_into(key, dst, offset)
 
     def write_from(self, key: TensorKey, src: Buffer, *, offset: int = 0) -> Completion:
-        """Copy the bytes of `src` to `key` at `offset` before returning."""
-        entry = self._entry(key)
-        self._validate(key, entry, src, offset)
-        with entry.lock:
-            stored = self._stored(key, entry)
-            np.copyto(stored[offset : offset + src.nbytes], src.array)
-        return CompletedTransfer()
+        """Copy the bytes of `src` to `key` at `offset`: before returning if it is host memory,
+        else the device does."""
+        return self._table.write_from(key, src, offset)
 
     def map(self, key: TensorKey) -> Buffer:
         """Return the key's own buffer; it belongs to the tier until `discard` or `close`."""
-        entry = self._entry(key)
-        if not entry.nbytes:
-            return HostBuffer(np.zeros(0, np.uint8))
-        with entry.lock:
-            return _lease_of(self._name, key, entry).buffer
+        return self._table.map(key)
 
     def discard(self, key: TensorKey) -> None:
-        """Forget `key` and release its lease, after a copy that runs. Raises KeyAbsentError."""
-        with self._lock:
-            self._require_open()
-            entry = self._entries.pop(key, None)
-            if entry is None:
-                raise KeyAbsentError(f"{self._name}: no key {key}")
-            self._nbytes -= entry.nbytes
-            self._allocated_nbytes -= align_up(entry.nbytes)
-        _release(entry)
+        """Forget `key` and release its lease, after copies of it that run. Raises
+        KeyAbsentError."""
+        self._table.discard(key)
 
     def flush(self) -> Completion:
-        """Return at once: memory is as durable as it gets."""
-        with self._lock:
-            self._require_open()
-        return CompletedTransfer()
+        """Submit nothing: done when the copies in flight are. Memory is as durable as it gets."""
+        return self._table.flush()
 
     def close(self) -> None:
-        """Release every lease; a second call does nothing."""
-        with self._lock:
-            self._closed = True
-            entries = list(self._entries.values())
-            self._entries.clear()
-        for entry in entries:
-            _release(entry)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TierClosedError(f"{self._name}: the tier was closed")
-
-    def _entry(self, key: TensorKey) -> _Entry:
-        with self._lock:
-            self._require_open()
-            entry = self._entries.get(key)
-        if entry is None:
-            raise KeyAbsentError(f"{self._name}: no key {key}")
-        return entry
-
-    def _leased(self, key: TensorKey, nbytes: int) -> Lease:
-        try:
-            return self._pool.lease_nowait(nbytes)
-        except BudgetError as exc:
-            raise TierFullError(
-                f"{self._name}: no room for {key} of {nbytes} bytes ({format_nbytes(nbytes)}): "
-                f"{exc}; raise the budget or discard keys"
-            ) from exc
-
-    def _validate(self, key: TensorKey, entry: _Entry, buffer: Buffer, offset: int) -> None:
-        validate_transfer(self._name, key, entry.nbytes, buffer, offset, capabilities=_CAPABILITIES)
-
-    def _stored(self, key: TensorKey, entry: _Entry) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        if not entry.nbytes:
-            return np.zeros(0, np.uint8)
-        array: np.ndarray[tuple[int], np.dtype[np.uint8]]
-        array = _lease_of(self._name, key, entry).buffer.array
-        return array
-
-
-def _extent(entry: _Entry) -> Extent:
-    return Extent(nbytes=entry.nbytes, allocated_nbytes=align_up(entry.nbytes))
-
-
-def _lease_of(tier_name: str, key: TensorKey, entry: _Entry) -> Lease:
-    if entry.lease is None:
-        raise KeyAbsentError(f"{tier_name}: {key} was discarded meanwhile")
-    return entry.lease
-
-
-def _release(entry: _Entry) -> None:
-    with entry.lock:
-        lease, entry.lease = entry.lease, None
-    if lease is not None:
-        lease.release()
+        """Wait for copies in flight and release every lease; a second call does nothing."""
+        self._table.close()

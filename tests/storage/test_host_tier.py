@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 from nvme_helpers import buffer_of, key, noise
 
+from zinf_core.capabilities import MemorySpace
 from zinf_core.errors import KeyAbsentError, TierClosedError, TierFullError
+from zinf_core.registry import open_tier
 from zinf_core.runtime.pool import BufferPool
 from zinf_core.tier import SupportsMap, Tier
 from zinf_storage.allocators import PageAlignedAllocator
@@ -27,7 +29,8 @@ def tier(pool: BufferPool) -> Iterator[HostTier]:
 
 
 def test_it_is_a_tier_that_maps(tier: HostTier) -> None:
-    """Catches a method renamed away from the protocol."""
+    """Catches a method renamed away from the protocol, or pinning claimed without a device."""
+    assert tier.path_taken == "host"
     assert isinstance(tier, Tier)
     assert isinstance(tier, SupportsMap)
 
@@ -88,3 +91,13 @@ def test_close_gives_every_lease_back(tier: HostTier, pool: BufferPool) -> None:
     assert pool.usage().leased_nbytes == 0
     with pytest.raises(TierClosedError):
         tier.usage()
+
+
+def test_by_url_without_a_device_it_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a host tier that needs cupy, or says it is pinned without a device."""
+    monkeypatch.setattr("zinf_storage.factories.cuda_problem", lambda: "needs a CUDA device")
+    tier = open_tier("host://", capacity_nbytes=8192)
+    assert tier.path_taken == "host"
+    assert not tier.capabilities.takes(MemorySpace.DEVICE)
+    assert tier.usage().capacity_nbytes == 8192
+    tier.close()
