@@ -18,6 +18,8 @@ PYTEST_ARGS ?= -n 2
 BIN := .venv/bin
 STAMP := .venv/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 PACKAGES := zinf_core zinf_storage zinf_torch
+# kvikio's host path is tested without a GPU; with its dependencies it would bring all of CUDA.
+KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger nvidia-cufile cuda-pathfinder packaging
 SAY := @printf '==> %s\n'
 
 demo: $(STAMP)
@@ -66,5 +68,7 @@ $(STAMP):
 	$(SAY) "installing zinf and what it needs, once (torch is large)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	  -c constraints.txt -e '.[torch,hf,object,compress,testing,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  -c constraints.txt $(KVIKIO) || echo "kvikio is not to be had: its tests will be skipped" >&2
 	@rm -f .venv/installed-*
 	@touch $@

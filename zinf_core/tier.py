@@ -136,6 +136,41 @@ class SupportsPrefetch(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsRemove(Protocol):
+    """A tier that can end without leaving anything behind."""
+
+    def remove(self) -> None:
+        """Close, then delete everything the tier keeps anywhere, flushed or not. Blocks."""
+        ...
+
+
+@runtime_checkable
+class SupportsReclaim(Protocol):
+    """A tier that knows what a killed process left behind."""
+
+    def reclaim(self) -> int:
+        """Delete what no flush refers to and no open tier uses; return its bytes. Blocks."""
+        ...
+
+
+def remove_tier(tier: Tier) -> None:
+    """Close `tier` with nothing left in it: by its own `remove`, or key by key. Blocks."""
+    if isinstance(tier, SupportsRemove):
+        tier.remove()
+        return
+    try:
+        for key in list(tier.keys()):
+            tier.discard(key)
+    finally:
+        tier.close()
+
+
+def reclaim_tier(tier: Tier) -> int:
+    """Delete what killed processes left behind in `tier`, if it knows; return its bytes. Blocks."""
+    return tier.reclaim() if isinstance(tier, SupportsReclaim) else 0
+
+
 def validate_reserve(tier_name: str, key: TensorKey, nbytes: int) -> None:
     """Raise RangeError unless `nbytes` is a possible size. For use by tiers."""
     if nbytes < 0:

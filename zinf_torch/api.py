@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
@@ -11,22 +11,22 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
+from zinf_core.device import Device
 from zinf_core.errors import ConfigError
 from zinf_core.runtime.events import Observer, Traffic, TrafficCounter
 from zinf_core.runtime.pager import Pager
-from zinf_core.runtime.pool import BufferPool, PoolUsage
+from zinf_core.runtime.pool import PoolUsage
 from zinf_core.tier import Tier
-from zinf_core.units import parse_nbytes
-from zinf_storage.allocators import PageAlignedAllocator
-from zinf_storage.host import HostTier
 from zinf_torch.attachment import Attachment, refuse_shared_memory
+from zinf_torch.compute import Compute
 from zinf_torch.deferred_init import parameters_on_registration
 from zinf_torch.heap import return_freed_blocks
+from zinf_torch.home_tiers import HomeTiers
 from zinf_torch.homes import HomeRule, Homes
+from zinf_torch.memory import Memory
 from zinf_torch.optimizer import ParamGroups, StreamedOptimizer
 from zinf_torch.parameter import PagedParameter
 from zinf_torch.scratch import ScratchFolder
-from zinf_torch.set_up import check_machine
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -40,7 +40,7 @@ class Runtime:
             model = runtime.attach(model)
             optimizer = runtime.optimizer(torch.optim.AdamW, model.parameters(), lr=1e-4)
 
-    One process computes on the CPU; "device" is the memory budget of what is resident for
+    One process computes on one device; "device" is the memory budget of what is resident for
     compute. Thread-safe as far as the model's own code is.
 
     Parameters
@@ -53,9 +53,15 @@ class Runtime:
         One process at a time. Left-overs of a killed run are reclaimed, with a warning.
     nvme_capacity
         Most bytes to use there; default: what the disk has.
+    tiers
+        Further tiers by name: objects, which stay the caller's, or URLs (``"sqlite:///x.db"``),
+        which are opened and must be empty.
     parameters, gradients, optimizer_states
-        Home tier of each state: ``"device"``, ``"host"``, ``"nvme"``, or a mapping of
-        parameter-name patterns to those. Default: nvme if given, else host.
+        Home tier of each state: ``"device"``, ``"host"``, ``"nvme"``, a name of `tiers`, a URL, or
+        a mapping of parameter-name patterns to those. Default: nvme if given, else host.
+    compute
+        ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or a simulated device. Optimizers always update on
+        the CPU.
     observers
         Called with each `zinf_core.runtime.events.Event`.
 
@@ -77,35 +83,34 @@ class Runtime:
         parameters: HomeRule | None = None,
         gradients: HomeRule | None = None,
         optimizer_states: HomeRule | None = None,
+        tiers: Mapping[str, Tier | str] | None = None,
+        compute: str | torch.device | Device = "cpu",
         observers: Sequence[Observer] = (),
     ) -> None:
         """Open the tiers."""
-        budgets = {
-            "device": parse_nbytes(device, what="device"),
-            "host": parse_nbytes(host, what="host"),
-        }
-        check_machine(budgets)
-        return_freed_blocks()
         self.homes = Homes.of(
             parameters=parameters,
             gradients=gradients,
             optimizer_states=optimizer_states,
-            tiers=(*budgets, *(() if nvme is None else ("nvme",))),
+            tiers=("device", *(tiers or ()), "host", *(() if nvme is None else ("nvme",))),
         )
-        pools = {
-            name: BufferPool(name, budget_nbytes=nbytes, allocator=PageAlignedAllocator())
-            for name, nbytes in budgets.items()
-        }
-        self._scratch = None if nvme is None else ScratchFolder(nvme, capacity=nvme_capacity)
-        on_nvme: dict[str, Tier] = {} if self._scratch is None else {"nvme": self._scratch.tier}
+        self.compute = Compute.of(compute)
+        memory = Memory.of(self.compute, device=device, host=host)
+        return_freed_blocks()
+        scratch = None
+        if nvme is not None:
+            scratch = ScratchFolder(nvme, capacity=nvme_capacity, device=self.compute.memory)
+        urls = self.homes.urls()
+        self._tiers = HomeTiers(memory.tiers, scratch=scratch, given=tiers or {}, urls=urls)
         self._traffic = TrafficCounter()
         self.pager = Pager(
-            tiers={name: HostTier(name, pool=pools[name]) for name in pools} | on_nvme,
-            device_pool=pools["device"],
-            host_pool=pools["host"],
+            tiers=self._tiers.tiers,
+            device_pool=memory.device_pool,
+            host_pool=memory.host_pool,
             observers=(self._traffic, *observers),
+            device=self.compute.memory,
         )
-        self._attachment = Attachment(self.pager, self.homes)
+        self._attachment = Attachment(self.pager, self.homes, self.compute)
         self._closed = False
 
     # -- model and optimizer -------------------------------------------------------------------
@@ -114,7 +119,8 @@ class Runtime:
         """Send the parameters of `model` home and return it; its code is not changed.
 
         In place: every parameter stays the same object, so optimizers, hooks and tied weights
-        that refer to it keep working. May be called again after parameters were added. Blocks.
+        that refer to it keep working. Buffers move to the device that computes. May be called
+        again after parameters were added. Blocks.
 
         Raises
         ------
@@ -135,6 +141,7 @@ class Runtime:
                 self._attachment.rename(param, name)
             else:
                 self._attachment.page(param, name)
+        self._attachment.move_buffers(model)
         return model
 
     @contextmanager
@@ -209,7 +216,7 @@ class Runtime:
 
     def paths(self) -> dict[str, str]:
         """Return the path taken by each tier that has one, e.g. ``{"nvme": "posix-direct"}``."""
-        return {} if self._scratch is None else {"nvme": self._scratch.tier.path_taken}
+        return self._tiers.paths()
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -225,10 +232,9 @@ class Runtime:
         try:
             self.pager.settle()
         finally:
-            if self._scratch is not None:
-                self._scratch.remove()
-            for name in ("device", "host"):
-                self.pager.tiers[name].close()
+            self._tiers.close(self.pager)
+            for pool in (self.pager.device_pool, self.pager.host_pool):
+                pool.trim()
 
     def __enter__(self) -> Self:
         """Return the runtime."""

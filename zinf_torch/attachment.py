@@ -14,6 +14,7 @@ from zinf_core.errors import UnsupportedError
 from zinf_core.keys import StateKind, TensorKey
 from zinf_core.runtime.loans import LoanDesk
 from zinf_core.runtime.pager import Pager
+from zinf_torch.compute import Compute
 from zinf_torch.gradients import Gradient
 from zinf_torch.homes import Homes
 from zinf_torch.parameter import PagedParameter
@@ -24,13 +25,14 @@ from zinf_torch.tensor_page import ResidentPages, TensorPage
 class Attachment:
     """The paged parameters of one runtime. Not thread-safe: models are attached by one thread."""
 
-    def __init__(self, pager: Pager, homes: Homes) -> None:
-        """Page parameters through `pager`, at home where `homes` says."""
+    def __init__(self, pager: Pager, homes: Homes, compute: Compute) -> None:
+        """Page parameters through `pager`, at home where `homes` says, for use on `compute`."""
         self.pager = pager
+        self._compute = compute
         self.desk = LoanDesk(pager)
         self.set_up = SetUp(pager, homes)
         self._homes = homes
-        self._registry = ResidentPages()
+        self._registry = ResidentPages(compute)
         self._names: dict[str, int] = {}
         self._owners: dict[int, tuple[weakref.ref[Any], list[TensorPage]]] = {}
         self._dead: deque[weakref.ref[Any]] = deque()
@@ -56,19 +58,21 @@ class Attachment:
             )
 
     def page(self, param: nn.Parameter, name: str) -> None:
-        """Send `param` home and make it a PagedParameter, in place; nothing if it has no elements.
+        """Send `param` home and make it a PagedParameter, in place; one without elements is only
+        moved to the device.
 
-        Raises UnsupportedError unless it is a dense tensor on the CPU.
+        Raises UnsupportedError unless it is a dense tensor on the CPU or the device.
         """
-        if param.numel() == 0:
-            return
-        if param.device.type != "cpu":
+        if param.device.type != "cpu" and param.device != self._compute.device:
             remedy = (
                 "materialise it first, or build the model under runtime.deferred_init()"
                 if param.is_meta
                 else "move the model to the CPU first"
             )
             raise UnsupportedError(f"{name} is on {param.device}; {remedy}")
+        if param.numel() == 0:
+            param.data = param.data.to(self._compute.device)
+            return
         self.bury()
         key = TensorKey.of(self._unique(name), StateKind.PARAM)
         with torch.inference_mode(mode=False):
@@ -84,6 +88,14 @@ class Attachment:
             if grad is not None:
                 paged.grad = grad
         self.own(param, paged.zinf_states)
+
+    def move_buffers(self, model: nn.Module) -> None:
+        """Move the buffers of `model`, which are not paged, to the device."""
+        device = self._compute.device
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
 
     def rename(self, param: PagedParameter, name: str) -> None:
         """Know `param` as `name` from now on; move it if that name has another home.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,17 +162,32 @@ class Gradient:
             page.over(buffer).copy_(grad)
 
     def _add(self, page: TensorPage, grad: torch.Tensor) -> None:
-        with self._desk.lent(page.page, write=True) as buffer:
-            page.over(buffer).add_(grad)
+        with self._on_host(grad) as added, self._desk.lent(page.page, write=True) as buffer:
+            page.over(buffer).add_(added)
 
     def _widen(self, narrow: TensorPage, grad: torch.Tensor) -> None:
         wide = self._widened()
         with (
+            self._on_host(grad) as added,
             self._desk.lent(narrow.page) as source,
             self._desk.lent(wide.page, read=False, write=True) as total,
         ):
-            wide.over(total).copy_(narrow.over(source)).add_(grad)
+            wide.over(total).copy_(narrow.over(source)).add_(added)
         narrow.drop()
+
+    @contextmanager
+    def _on_host(self, grad: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Lend `grad` as a tensor in host memory."""
+        if grad.device.type == "cpu":
+            yield grad
+            return
+        lease = self._param.zinf_page.pager.lease_host(grad.numel() * grad.element_size())
+        try:
+            flat = torch.from_numpy(lease.buffer.array).view(grad.dtype)
+            yield flat.view(grad.shape).copy_(grad)
+            del flat
+        finally:
+            lease.release()
 
     def _widened(self) -> TensorPage:
         if self.wide is None:

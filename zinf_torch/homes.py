@@ -10,8 +10,8 @@ from zinf_core.errors import ConfigError
 from zinf_core.keys import StateKind
 
 HomeRule = str | Mapping[str, str]
-"""A tier name, or tier names by parameter-name pattern (``{"layers.0.*": "device", "*": "nvme"}``);
-the first pattern that matches decides."""
+"""A tier's name or URL, or those by parameter-name pattern
+(``{"layers.0.*": "device", "*": "nvme"}``); the first pattern that matches decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,18 @@ class Homes:
         optimizer_states: HomeRule | None,
         tiers: tuple[str, ...],
     ) -> Homes:
-        """Return the homes after checking every name against `tiers`, of which the last is the
-        default. Raises ConfigError."""
+        """Return the homes after checking every name that is no URL against `tiers`, of which
+        the last is the default. Raises ConfigError."""
         return cls(
             parameters=_rules("parameters", parameters, tiers),
             gradients=_rules("gradients", gradients, tiers),
             optimizer_states=_rules("optimizer_states", optimizer_states, tiers),
         )
+
+    def urls(self) -> list[str]:
+        """Return each tier that a rule names by URL, once."""
+        rules = (*self.parameters, *self.gradients, *self.optimizer_states)
+        return [tier for tier in dict.fromkeys(tier for _, tier in rules) if "://" in tier]
 
     def home(self, name: str, kind: StateKind) -> str:
         """Return the home tier of one state of the parameter called `name`."""
@@ -51,9 +56,9 @@ def _rules(what: str, rule: HomeRule | None, tiers: tuple[str, ...]) -> tuple[tu
     rule = tiers[-1] if rule is None else rule
     pairs = (("*", rule),) if isinstance(rule, str) else tuple(rule.items())
     for _, tier in pairs:
-        if tier not in tiers:
-            hint = '; give nvme="/path" to have that tier' if tier == "nvme" else ""
-            raise ConfigError(f"{what} = {tier!r}: there are the tiers {', '.join(tiers)}{hint}")
+        if tier not in tiers and "://" not in tier:
+            hint = 'give nvme="/path"' if tier == "nvme" else "or write a URL, scheme://path"
+            raise ConfigError(f"{what} = {tier!r}: there are the tiers {', '.join(tiers)}; {hint}")
     if not pairs or pairs[-1][0] != "*":
         raise ConfigError(f'{what}: the last pattern must be "*", for every other parameter')
     return pairs

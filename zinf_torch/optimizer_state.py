@@ -73,8 +73,11 @@ def forecast_state(
 
     `construct` makes the optimizer over one group; `group` has the options.
 
-    None if the optimizer cannot step without something only the caller has (a closure).
+    None if the optimizer cannot step without something only the caller has (a closure), or the
+    parameter is of a type that has no gradient.
     """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return None
     options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
     with torch.random.fork_rng(devices=[]), torch.inference_mode(mode=False), torch.enable_grad():
         tiny = nn.Parameter(torch.ones((4,) * ndim, dtype=dtype))

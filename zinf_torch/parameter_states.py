@@ -128,7 +128,7 @@ class ParameterStates:
         """Return the host memory one update takes at most.
 
         Weights and states for the whole update; the gradient and its fp32 copy before, or the
-        low-precision parameter after it. States at home in host or device memory are updated in
+        low-precision parameter after it. States at home in memory the host works in are updated in
         place and take none.
         """
         weights_kind = StateKind.MASTER if self.has_master else StateKind.PARAM
@@ -231,7 +231,7 @@ class ParameterStates:
         return self._leased(StateKind.OPTIMIZER_STATE, known)
 
     def _leased(self, kind: StateKind, nbytes: int) -> int:
-        return nbytes if self.room.home(self.param, kind) == "nvme" else 0
+        return 0 if self.room.pager.lends_in_place(self.room.home(self.param, kind)) else nbytes
 
     def _page_nbytes(self, dtype: torch.dtype) -> int:
         return align_up(dtype.itemsize * self.param.numel())

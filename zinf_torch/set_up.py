@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -32,7 +32,8 @@ class SetUp:
     def check_model(self, model: nn.Module) -> None:
         """Raise BudgetTooSmallError unless the budgets hold what `model` needs of them."""
         requirement = _larger(self._device, [device_requirement(model, self._homes)])
-        for name, needs in (("device", requirement), ("host", NOTHING)):
+        staging = _larger(NOTHING, self._staging_requirements(model))
+        for name, needs in (("device", requirement), ("host", staging)):
             coming = sum(
                 page_nbytes(param, param.dtype)
                 for param in at_home(model, self._homes, name)
@@ -69,6 +70,15 @@ class SetUp:
         self._check("device", device, fixed["device"])
         self._check("host", host, fixed["host"])
         self._device = device
+
+    def _staging_requirements(self, model: nn.Module) -> Iterator[Requirement]:
+        """Iterate over the host memory that parameters need on their way to the device."""
+        pager = self._pager
+        for name, param in model.named_parameters():
+            home = self._homes.home(name, StateKind.PARAM)
+            if not pager.tiers[home].capabilities.takes(pager.device_pool.space):
+                what = f"{name} on its way from {home} to the device"
+                yield Requirement(nbytes=page_nbytes(param, param.dtype), what=what)
 
     def _check(self, name: str, needs: Requirement, fixed_nbytes: int) -> None:
         pool = self._pager.device_pool if name == "device" else self._pager.host_pool

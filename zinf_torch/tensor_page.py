@@ -17,22 +17,24 @@ from zinf_core.runtime.residency import Residency
 if TYPE_CHECKING:
     from zinf_core.buffers import Buffer
     from zinf_core.runtime.pager import Pager
+    from zinf_torch.compute import Compute
 
 set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class ResidentPages:
-    """Finds the resident page a storage belongs to.
+    """Finds the resident page a storage belongs to, in the memory of `compute`.
 
     An entry outlives the residency of its page; `find` therefore checks that the page still has
     a view. Guarded by the lock of the pager.
     """
 
-    __slots__ = ("_by_address",)
+    __slots__ = ("_by_address", "compute")
 
-    def __init__(self) -> None:
+    def __init__(self, compute: Compute) -> None:
         """Start with no page."""
+        self.compute = compute
         self._by_address: dict[int, weakref.ref[TensorPage]] = {}
 
     def note(self, address: int, page: TensorPage) -> None:
@@ -107,7 +109,7 @@ class TensorPage:
         self.dtype = like.dtype
         self.shape = like.shape
         self.stride = dense_stride(like)
-        self.placeholder = _placeholder(like)
+        self.placeholder = _placeholder(like, registry.compute.device)
         self.address = 0
         self.version = 0
         """Counts edits that autograd must notice, as `Tensor._version` does."""
@@ -128,7 +130,7 @@ class TensorPage:
             DisableTorchFunctionSubclass(),
             torch._C._DisableTorchDispatch(),  # not an operation of the user's
         ):
-            flat = torch.from_numpy(buffer.array).view(self.dtype)
+            flat = self.registry.compute.tensor(buffer).view(self.dtype)
             view = flat.as_strided(self.shape, self.stride)
         if self.page.residency not in {Residency.RESIDENT, Residency.DIRTY}:
             self._untraced = False
@@ -260,11 +262,12 @@ class TensorPage:
             torch.no_grad(),
             DisableTorchFunctionSubclass(),
         ):
-            copy = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+            device = self.registry.compute.device
+            copy = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
             return copy.copy_(view)
 
     def over(self, buffer: Buffer) -> torch.Tensor:
-        """Return a tensor of this page's shape, stride and dtype over `buffer`."""
+        """Return a tensor of this page's shape, stride and dtype over `buffer`, in host memory."""
         flat = torch.from_numpy(buffer.array).view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
@@ -315,9 +318,9 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def _placeholder(like: torch.Tensor) -> torch.Tensor:
+def _placeholder(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a stride-0 tensor of the shape of `like`: NaN, so that a use that escapes paging
     shows, where the dtype has one."""
     with torch.inference_mode(mode=False):
         fill = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
-        return torch.full((), fill, dtype=like.dtype, device="cpu").expand(like.shape)
+        return torch.full((), fill, dtype=like.dtype, device=device).expand(like.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace
@@ -25,7 +26,8 @@ class Loan:
     def __init__(
         self, page: Page, buffer: Buffer, *, lease: Lease | None = None, pinned: bool = False
     ) -> None:
-        """Lend `buffer`: a copy when it comes with a lease, else the page's own memory."""
+        """Lend `buffer`: a copy when it comes with a lease, else the page's own memory. `pinned`:
+        the page is resident, and stays so until the loan is given back."""
         self.page = page
         self._buffer: Buffer | None = buffer
         self.lease = lease
@@ -62,7 +64,8 @@ class LoanDesk:
 
         With `read=False` the contents are unspecified: the borrower writes all of them. In place
         if the page is resident in host memory or its home is; else a lease of host memory, for
-        which this may block. Raises BudgetExceededError, or what submitting the read raises.
+        which this may block, and the way back for a page in device memory is a copy. Raises
+        BudgetExceededError, or what submitting the read raises.
         """
         pager = self._pager
         with pager.lock:
@@ -103,9 +106,7 @@ class LoanDesk:
             self._drain(loan)
             loan.end()
             if loan.pinned:
-                pager.unpin(loan.page)
-                if written:
-                    pager.mark_dirty(loan.page)
+                self._give_back_resident(loan, written=written)
                 return
             fetched_meanwhile = written and loan.page.residency is not Residency.ABSENT
             if loan.lease is None:
@@ -145,7 +146,46 @@ class LoanDesk:
         if page.view is None and not read:
             self._pager.create(page)
         self._pager.pin(page)
+        try:
+            own = self._own_buffer(page)
+            if own.space in _HOST_SPACES:
+                return Loan(page, own, pinned=True)
+            return self._lend_copy(page, own, read=read)
+        except BaseException:
+            self._pager.unpin(page)
+            raise
+
+    def _lend_copy(self, page: Page, own: Buffer, *, read: bool) -> Loan:
+        lease = self._pager.lease_host(page.nbytes)
+        loan = Loan(page, lease.buffer, lease=lease, pinned=True)
+        if read:
+            try:
+                loan.transfer = self._pager.submit_copy(lease.buffer, own, lambda _error: None)
+            except BaseException:
+                lease.release()
+                raise
+        return loan
+
+    def _give_back_resident(self, loan: Loan, *, written: bool) -> None:
+        page, lease = loan.page, loan.lease
+        if written:
+            self._pager.mark_dirty(page)
+        if written and lease is not None:
+            finish = partial(self._copied_back, page, lease)
+            page.transfer = self._pager.submit_copy(self._own_buffer(page), lease.buffer, finish)
+            return
+        if lease is not None:
+            lease.release()
+        self._pager.unpin(page)
+
+    def _copied_back(self, page: Page, lease: Lease, error: Exception | None) -> None:
+        del error  # raised to whoever waits for the page next
+        page.transfer = None
+        lease.release()
+        self._pager.unpin(page)
+
+    def _own_buffer(self, page: Page) -> Buffer:
         own = self._pager.home_buffer(page) if page.lease is None else page.lease.buffer
-        if own is None or own.space not in _HOST_SPACES:
-            raise InternalError(f"{page.key} is resident where the host cannot reach it")
-        return Loan(page, own, pinned=True)
+        if own is None:
+            raise InternalError(f"{page.key} is resident nowhere")
+        return own

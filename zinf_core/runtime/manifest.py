@@ -69,7 +69,7 @@ class ManifestEntry:
     regions: tuple[Region, ...]
     """End to end they hold the bytes, rounded up to pages."""
     checksums: tuple[int | None, ...]
-    """xxh3-64 of each block; None for a block never written."""
+    """xxh3-64 of each block; None if there is none: never written, or from device memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

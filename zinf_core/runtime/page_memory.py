@@ -21,10 +21,12 @@ from zinf_core.units import align_up, format_nbytes
 class PageMemory:
     """Opens and closes resident pages, evicts and writes back. Guarded by the pager's lock."""
 
-    def __init__(self, io: PageIo, device_pool: BufferPool) -> None:
-        """Evict through `io`; pages that are wanted stay only if `device_pool` holds them."""
+    def __init__(self, io: PageIo, device_pool: BufferPool, host_pool: BufferPool) -> None:
+        """Evict through `io`; pages that are wanted stay only if `device_pool` holds them, and
+        `host_pool` has the memory of the hop that some home tiers need."""
         self._io = io
         self._device_pool = device_pool
+        self._host_pool = host_pool
         self.resident: dict[TensorKey, Page] = {}
         self.cursor = TraceCursor()
         self._clock = 0
@@ -76,9 +78,14 @@ class PageMemory:
     def write_back(self, page: Page, lease: Lease) -> None:
         """Submit the write of a dirty page; its lease goes back when that is done."""
         page.become(Residency.WRITING_BACK)
+        staging = None
         try:
-            transfer = self._io.write(page, lease.buffer, partial(self._written_back, page))
+            staging = self.lease_staging(page, lease)
+            finish = partial(self._written_back, page)
+            transfer = self._io.write(page, lease.buffer, finish, staging=staging)
         except BaseException:
+            if staging is not None:
+                staging.release()
             self._written_back(page, InternalError("the write was not submitted"))
             raise
         page.transfer = transfer
@@ -96,6 +103,13 @@ class PageMemory:
         else:
             page.stored = True
             self.close(page)
+
+    def lease_staging(self, page: Page, lease: Lease) -> Lease | None:
+        """Return host memory for the hop between the page's home tier and the memory of `lease`;
+        None if the tier needs none. Blocks. Raises BudgetExceededError."""
+        if self._io.reaches(page, lease.buffer.space):
+            return None
+        return self.lease(self._host_pool, page.nbytes, f"the way of {page.key} through the host")
 
     def lease(self, pool: BufferPool, nbytes: int, what: str) -> Lease:
         """Return a lease, making room as needed. Blocks. Raises BudgetExceededError."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from zinf_core.buffers import Buffer
+from zinf_core.device import Device
 from zinf_core.errors import InternalError, KeyAbsentError, KeyExistsError, TierFullError
 from zinf_core.keys import TensorKey
 from zinf_core.runtime.events import EventKind, Observer
@@ -26,7 +27,8 @@ class Pager:
     """Moves pages between their home tiers and the device, on demand.
 
     `tiers` maps home names to tiers; the tier called ``"device"`` is the device memory itself,
-    whose pages are used in place. Pages of other tiers are fetched into leases of `device_pool`.
+    whose pages are used in place. Pages of other tiers are fetched into leases of `device_pool`;
+    where that is memory a tier does not reach, `device` copies from and to leases of `host_pool`.
     Thread-safe: one re-entrant lock guards all pages and is held while a fetch is waited for.
     """
 
@@ -37,14 +39,17 @@ class Pager:
         device_pool: BufferPool,
         host_pool: BufferPool,
         observers: Sequence[Observer] = (),
+        device: Device | None = None,
     ) -> None:
-        """Serve `tiers`; neither they nor the pools are closed by the pager."""
+        """Serve `tiers`; nothing given is closed by the pager. `device` is needed if `device_pool`
+        is not host memory."""
+        self.device = device
         self.device_pool = device_pool
         self.host_pool = host_pool
         self._lock = threading.RLock()
         self._pages: dict[TensorKey, Page] = {}
-        self._io = PageIo(tiers, observers)
-        self._memory = PageMemory(self._io, device_pool)
+        self._io = PageIo(tiers, observers, device)
+        self._memory = PageMemory(self._io, device_pool, host_pool)
 
     @property
     def lock(self) -> threading.RLock:
@@ -75,6 +80,15 @@ class Pager:
             page.mapped = home == "device"
             self._pages[key] = page
             return page
+
+    def keys_at(self, home: str) -> list[TensorKey]:
+        """Return the keys of the pages at home on tier `home`."""
+        with self._lock:
+            return [page.key for page in self._pages.values() if page.home == home]
+
+    def lends_in_place(self, home: str) -> bool:
+        """Return whether the host works on the bytes of pages at `home` where they are."""
+        return self.device is None and self.tiers[home].capabilities.mappable
 
     def has(self, key: TensorKey) -> bool:
         """Return whether `key` is paged."""
@@ -151,6 +165,7 @@ class Pager:
     def evict_all(self) -> None:
         """Write back what is dirty and give up every page that nobody holds. Blocks."""
         with self._lock:
+            self._io.settle_all()  # what is on its way to memory now would stay there
             for page in list(self._memory.resident.values()):
                 if page.pins == 0 and page.transfer is None:
                     self._memory.evict(page)
@@ -180,6 +195,11 @@ class Pager:
         """Submit a read of the whole page from its home tier into `dst`."""
         with self._lock:
             return self._io.read(page, dst, finish)
+
+    def submit_copy(self, dst: Buffer, src: Buffer, finish: Finish) -> Transfer:
+        """Submit a copy between host and device memory."""
+        with self._lock:
+            return self._io.copy(dst, src, finish)
 
     def write_home(self, page: Page, lease: Lease) -> None:
         """Take over `lease`, which holds newer bytes of an absent page, and write them home.
@@ -229,13 +249,18 @@ class Pager:
         if not page.stored:
             raise InternalError(f"{page.key} was used before it was given a value")
         lease = self._lease_device(page)
+        page.become(Residency.FETCHING)
+        staging = None
         try:
-            page.become(Residency.FETCHING)
+            staging = self._memory.lease_staging(page, lease)
             self._io.emit(EventKind.DEMAND_FETCH, page)
-            transfer = self._io.read(page, lease.buffer, partial(self._fetched, page, lease))
+            finish = partial(self._fetched, page, lease)
+            transfer = self._io.read(page, lease.buffer, finish, staging=staging)
         except BaseException:
             page.become(Residency.ABSENT)
             lease.release()
+            if staging is not None:
+                staging.release()
             raise
         page.transfer = transfer
         self._io.in_flight.wait(transfer)

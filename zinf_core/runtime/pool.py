@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from zinf_core.buffers import Buffer, BufferAllocator
+from zinf_core.capabilities import MemorySpace
 from zinf_core.errors import InternalError, PoolExhaustedError
 from zinf_core.units import align_up, format_nbytes
 
@@ -85,6 +86,11 @@ class BufferPool:
         self._leased_nbytes = 0
         self._cached_nbytes = 0
         self._peak_nbytes = 0
+
+    @property
+    def space(self) -> MemorySpace:
+        """Memory space of every lease."""
+        return self._allocator.space
 
     def lease_nowait(self, nbytes: int) -> Lease:
         """Return a lease of exactly `nbytes` (>= 1). Never waits.

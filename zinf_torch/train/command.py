@@ -133,9 +133,10 @@ def _open_runtime(config: TrainConfig) -> Runtime:
         device=config.budget.device,
         host=config.budget.host,
         nvme=config.budget.nvme,
-        parameters=config.home.parameters.value,
-        gradients=config.home.gradients.value,
-        optimizer_states=config.home.optimizer.value,
+        parameters=config.home.parameters,
+        gradients=config.home.gradients,
+        optimizer_states=config.home.optimizer,
+        compute=config.train.compute,
     )
 
 

@@ -13,6 +13,8 @@ from zinf_core.errors import ConfigError
 PYTHON_STDLIB: Final = "python-stdlib"
 """In `data.paths`: the sources of the running Python's standard library."""
 
+_HOMES: Final = ("device", "host", "nvme")
+
 PositiveInt = Annotated[int, Within(minimum=1)]
 NaturalInt = Annotated[int, Within(minimum=0)]
 PositiveFloat = Annotated[float, Within(above=0)]
@@ -33,14 +35,6 @@ class Schedule(enum.Enum):
     CONSTANT = "constant"
     LINEAR = "linear"
     """Falls in a straight line that would reach 0 one step after the last."""
-
-
-class Home(enum.Enum):
-    """Tier where a model state lives when idle."""
-
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +91,8 @@ class LoopConfig:
 
     steps: PositiveInt
     """Optimizer steps."""
+    compute: str = "cpu"
+    """``"cpu"`` or a CUDA device, ``"cuda:0"``."""
     accumulation_steps: PositiveInt = 1
     """Micro-batches per optimizer step."""
     optimizer: str = "AdamW"
@@ -137,11 +133,21 @@ class BudgetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HomeConfig:
-    """Where each model state lives when idle."""
+    """Where each model state lives when idle: ``"device"``, ``"host"``, ``"nvme"`` (the folder of
+    `budget.nvme`), or the URL of a tier."""
 
-    parameters: Home = Home.NVME
-    gradients: Home = Home.NVME
-    optimizer: Home = Home.NVME
+    parameters: str = "nvme"
+    gradients: str = "nvme"
+    optimizer: str = "nvme"
+
+    def __post_init__(self) -> None:
+        """Refuse what is neither a name nor a URL."""
+        for name in ("parameters", "gradients", "optimizer"):
+            home = getattr(self, name)
+            if home not in _HOMES and "://" not in home:
+                raise ConfigError(
+                    f"{name} = {home!r} is not one of {', '.join(_HOMES)} or a URL, scheme://path"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +164,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Refuse sections that contradict one another."""
         homes = (self.home.parameters, self.home.gradients, self.home.optimizer)
-        if Home.NVME in homes and self.budget.nvme is None:
+        if "nvme" in homes and self.budget.nvme is None:
             raise ConfigError(
                 "budget.nvme is missing: [home] puts states on nvme; name a folder on the drive"
             )

@@ -56,9 +56,9 @@ def draw_blueprint(source: ModelSource, config: TrainConfig) -> Blueprint:
     except Exception as exc:
         raise refuse_unreadable(f"{source.name}: causal language model", exc) from exc
     homes = Homes.of(
-        parameters=config.home.parameters.value,
-        gradients=config.home.gradients.value,
-        optimizer_states=config.home.optimizer.value,
+        parameters=config.home.parameters,
+        gradients=config.home.gradients,
+        optimizer_states=config.home.optimizer,
         tiers=("device", "host", "nvme"),
     )
     fixed = sum(page_nbytes(param, param.dtype) for param in at_home(twin, homes, "device"))

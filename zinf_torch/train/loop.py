@@ -104,10 +104,11 @@ def complete_greedily(model: nn.Module, tokenizer: Tokenizer, prompt: str, num_t
     was_training = model.training
     model.eval()
     ids = tokenizer.encode(prompt) or [tokenizer.separator_id]
+    device = next(model.parameters()).device
     try:
         with torch.no_grad():
             for _ in range(num_tokens):
-                logits = model(input_ids=torch.tensor([ids])).logits
+                logits = model(input_ids=torch.tensor([ids], device=device)).logits
                 ids.append(int(logits[0, -1].argmax()))
     finally:
         model.train(was_training)
@@ -138,6 +139,7 @@ def _accumulate(
 
 def _loss_of(model: nn.Module, batch: torch.Tensor) -> Any:
     """Return the mean next-token loss of ids of shape (micro_batch, sequence_length)."""
+    batch = batch.to(next(model.parameters()).device)
     return model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
