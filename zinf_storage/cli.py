@@ -122,10 +122,7 @@ def to_json(diagnosis: Diagnosis) -> str:
 def to_sections(diagnosis: Diagnosis) -> tuple[Section, ...]:
     """Return `diagnosis` in words."""
     versions = [("zinf", diagnosis.zinf), ("python", diagnosis.python)]
-    versions += [
-        (package.name, f"{package.version or 'not installed'} ({package.purpose})")
-        for package in diagnosis.packages
-    ]
+    versions += [(package.name, _package_text(package)) for package in diagnosis.packages]
     return (
         Section(title="versions", rows=tuple(versions)),
         Section(
@@ -195,6 +192,14 @@ def _memory_rows(memory: Memory) -> Iterator[tuple[str, str]]:
     yield "huge pages", memory.huge_pages
 
 
+def _package_text(package: Package) -> str:
+    """Return the version of a package, or how to get it, and what it is for."""
+    if package.version is not None:
+        return f"{package.version} ({package.purpose})"
+    remedy = f'; pip install "zinf[{package.extra}]"' if package.extra else ""
+    return f"not installed ({package.purpose}{remedy})"
+
+
 def _limit_text(nbytes: int | None) -> str:
     """Return a limit for people."""
     return "unlimited" if nbytes is None else format_nbytes(nbytes)
@@ -205,7 +210,8 @@ def _advise(
 ) -> Iterator[str]:
     """Iterate over what is missing and how to get it."""
     for package in packages:
-        is_wanted = package.name in _ALWAYS_USED or cuda.num_devices > 0
+        is_for_cuda = (package.extra or "").startswith("cuda")
+        is_wanted = package.name in _ALWAYS_USED or (is_for_cuda and cuda.num_devices > 0)
         if package.version is None and package.extra and is_wanted:
             advice = f'{package.purpose}: pip install "zinf[{package.extra}]" brings {package.name}'
             yield advice.replace("13", "12") if cuda.driver and cuda.driver < "13" else advice

@@ -126,11 +126,16 @@ class CopyLane:
     def submit(self, copy: CudaCopy, kind: int) -> None:
         """Submit `copy` and make its event."""
         self.in_flight()
+        copy.event = self._cupy.cuda.Event(block=True, disable_timing=True)
         self._cupy.cuda.runtime.memcpyAsync(
             copy.dst_address, copy.src_address, copy.nbytes, kind, self.stream.ptr
         )
-        copy.event = self._cupy.cuda.Event(block=True, disable_timing=True)
-        copy.event.record(self.stream)
+        try:
+            copy.event.record(self.stream)
+        except RuntimeError:
+            # Nobody can tell when the copy is over, and nobody keeps its buffers.
+            self.stream.synchronize()
+            raise
         self._in_flight.append(copy)
 
 

@@ -93,7 +93,7 @@ def load_profile(folder: Path, *, cache: Path | None = None) -> HardwareProfile 
         return None
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # service users have /dev/null for a home
         return None
     except (OSError, UnicodeDecodeError) as exc:
         _warn_ignored(path, str(exc))

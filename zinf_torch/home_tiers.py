@@ -41,6 +41,8 @@ class HomeTiers:
         self._opened: dict[str, Tier] = {}
         self._borrowed: dict[str, Tier] = {}
         own = {**memory, **({} if scratch is None else {"nvme": scratch.tier})}
+        if scratch is not None:
+            _warn_if_cached("nvme", scratch.tier)
         try:
             for name, tier in given.items():
                 _require_free_name(name, own)
@@ -72,8 +74,11 @@ class HomeTiers:
 
     def _take(self, name: str, tier: Tier | str) -> None:
         if isinstance(tier, str):
-            tier = self._opened[name] = open_tier(tier)
+            url, tier = tier, open_tier(tier)
+            self._opened[name] = tier
             _require_empty(name, tier)
+            if "direct=never" not in url:
+                _warn_if_cached(name, tier)
         else:
             self._borrowed[name] = tier
         if not tier.capabilities.takes(MemorySpace.HOST_PINNED):
@@ -90,6 +95,15 @@ class HomeTiers:
 def _require_free_name(name: str, own: Mapping[str, Tier]) -> None:
     if name in own or name == "nvme" or "://" in name:
         raise ConfigError(f"tiers: {name!r} is taken or not a name; choose another")
+
+
+def _warn_if_cached(name: str, tier: Tier) -> None:
+    if "posix-buffered" in getattr(tier, "path_taken", ""):
+        warnings.warn(
+            f"{name}: the file system refuses direct I/O, so transfers pass through the page "
+            "cache; a folder on a local ext4 or XFS drive is faster",
+            stacklevel=6,
+        )
 
 
 def _require_empty(name: str, tier: Tier) -> None:

@@ -145,3 +145,18 @@ def test_error_of_the_tier_reaches_the_loop() -> None:
         with pytest.raises(OSError, match="planned failure of read_into"):
             model(torch.ones(1, 16))
         assert model(torch.ones(1, 16)).shape == (1, 32)
+
+
+def test_refused_direct_io_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a slow path that is taken silently (FAULTS P92), or a warning nobody can avoid."""
+    monkeypatch.setattr(NvmeTier, "path_taken", "posix-buffered")
+    url = f"nvme://{tmp_path}/a"
+    with (
+        pytest.warns(UserWarning, match="refuses direct I/O") as told,
+        open_runtime(parameters=url) as runtime,
+    ):
+        found = train(runtime)
+    assert len(told) == 1
+    assert same(found, in_memory())
+    with open_runtime(parameters=f"{url}?direct=never") as runtime:
+        assert same(train(runtime), in_memory())
