@@ -1,22 +1,23 @@
-"""Faults of memory: host bytes at start and in training, page cache (P63, P65, P71)."""
+"""Faults of memory: host bytes at start, in loading and in training, page cache (P63, P65, P66,
+P71)."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 import zinf_torch as zt
 from faults.children import run_child
+from faults.places import cached_nbytes
 from faults.support import mlp, square_loss, train
 from zinf_core.buffers import HostBuffer
 from zinf_core.keys import StateKind, TensorKey
-from zinf_core.units import PAGE_NBYTES, KiB, MiB
+from zinf_core.units import KiB, MiB
 from zinf_storage.allocators import PageAlignedAllocator
 from zinf_storage.nvme import DirectIo, NvmeOptions, NvmeTier
 
@@ -133,25 +134,108 @@ def test_p63_p65_small_models_take_little_and_leave_nothing(tmp_path: Path) -> N
     assert facts["last"] - facts["first"] < 12 * MiB
 
 
-def _cached_nbytes(folder: Path) -> int:
-    """Return the bytes of the files in `folder` that are in the page cache."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    total = 0
-    for path in folder.iterdir():
-        size = path.stat().st_size
-        if size == 0:
-            continue
-        with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
-            pages = (size + PAGE_NBYTES - 1) // PAGE_NBYTES
-            resident = (ctypes.c_ubyte * pages)()
-            address = ctypes.c_char.from_buffer(mapped)
-            failed = libc.mincore(
-                ctypes.c_void_p(ctypes.addressof(address)), ctypes.c_size_t(size), resident
+NUM_SHARDS, TENSORS_PER_SHARD, TENSOR_SHAPE = 8, 8, (256, 1024)
+
+SHARDED = """
+from contextlib import contextmanager
+from zinf_torch.train import folder_source
+from zinf_torch.train.folder_source import FolderWeights
+from zinf_torch.train.loader import load_weights
+
+reads = []
+really_open = folder_source.safe_open
+
+class Counted:
+    def __init__(self, file):
+        self.file = file
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def get_tensor(self, name):
+        reads.append(name)
+        return self.file.get_tensor(name)
+
+@contextmanager
+def safe_open(path, framework):
+    with really_open(path, framework=framework) as file:
+        yield Counted(file)
+
+folder_source.safe_open = safe_open
+
+class Stack(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 256, bias=False) for _ in range(depth))
+
+GROWTH
+weights = FolderWeights(folder)
+with zt.Runtime(device="4MiB", host="8MiB", HOMES) as runtime:
+    with runtime.deferred_init():
+        model = Stack(DEPTH)
+    runtime.attach(model)
+    load_weights(model, weights)
+    loaded = growth()
+    names = [name for name, _ in model.named_parameters()]
+    reads_once = sorted(reads) == sorted(names)
+    written = sum(traffic.written_nbytes for traffic in runtime.traffic().values())
+    equal = sum(
+        torch.equal(param + 0, weights.read(name, torch.float32))
+        for name, param in model.named_parameters()
+    )
+    report(loaded=loaded, equal=equal, names=len(names), once=reads_once, written=written)
+"""
+
+
+def _write_shards(folder: Path) -> int:
+    """Write a model in `NUM_SHARDS` safetensors with an index; return the bytes of one."""
+    weight_map = {}
+    for shard in range(NUM_SHARDS):
+        tensors = {}
+        for index in range(TENSORS_PER_SHARD):
+            number = shard * TENSORS_PER_SHARD + index
+            tensors[f"layers.{number}.weight"] = np.random.default_rng(number).random(
+                TENSOR_SHAPE, np.float32
             )
-            del address
-            assert failed == 0, os.strerror(ctypes.get_errno())
-            total += PAGE_NBYTES * sum(flag & 1 for flag in resident)
-    return total
+        name = f"model-{shard:05d}.safetensors"
+        save_file(tensors, folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    index_text = json.dumps({"weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
+    return TENSORS_PER_SHARD * 4 * TENSOR_SHAPE[0] * TENSOR_SHAPE[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("homes", "num_writes"),
+    [
+        ('nvme=folder / "z"', 2),
+        (
+            """parameters={
+            "*.?.*": f"object://file://{folder}/o?part_nbytes=1MiB&num_threads=2",
+            "*.[12]?.*": f"striped://[nvme://{folder}/a][nvme://{folder}/b]?shares=1,1",
+            "*.[34]?.*": f"compressed://[nvme://{folder}/c]?num_threads=2",
+            "*": f"checksummed://[nvme://{folder}/d]?num_threads=2",
+        }""",
+            3,
+        ),
+    ],
+    ids=["nvme", "every tier"],
+)
+def test_p66_a_model_in_shards_is_streamed(tmp_path: Path, homes: str, num_writes: int) -> None:
+    """P66: the whole state dict in memory before it is spread, or the files read over and over:
+    64 MiB in 8 files, under 4 MiB of device and 8 MiB of host budget, take at most one file more.
+    Values are written when they are drawn, when their name gives them another home, and when they
+    are read from the file."""
+    shard_nbytes = _write_shards(tmp_path)
+    assert shard_nbytes == 8 * MiB
+    script = SHARDED.replace("GROWTH", GROWTH).replace("HOMES", homes)
+    script = script.replace("DEPTH", str(NUM_SHARDS * TENSORS_PER_SHARD))
+    facts = run_child(script, tmp_path)
+    assert facts["equal"] == facts["names"] == NUM_SHARDS * TENSORS_PER_SHARD
+    assert facts["once"], "a tensor was read twice, or not at all"
+    assert facts["written"] <= num_writes * NUM_SHARDS * shard_nbytes
+    assert facts["loaded"] <= shard_nbytes + 12 * MiB + SLACK_NBYTES, facts
 
 
 def _swap(tier: NvmeTier, num_rounds: int) -> int:
@@ -181,10 +265,10 @@ def test_p71_swapping_leaves_the_page_cache_alone(tmp_path: Path, direct: Direct
         moved = _swap(tier, 4)
         assert moved == 128 * MiB
         if tier.path_taken == "posix-direct":
-            assert _cached_nbytes(tmp_path / "z") <= 64 * KiB
+            assert cached_nbytes(tmp_path / "z") <= 64 * KiB
         else:
             # What is dropped after a transfer may still be on its way to the disk.
-            assert _cached_nbytes(tmp_path / "z") <= 16 * MiB
+            assert cached_nbytes(tmp_path / "z") <= 16 * MiB
     finally:
         tier.close()
 
@@ -211,7 +295,7 @@ def test_p71_training_leaves_the_page_cache_alone(tmp_path: Path) -> None:
         train(model, optimizer, 4, square_loss)
         moved = runtime.traffic()["nvme"]
         path = runtime.paths()["nvme"]
-        cached = _cached_nbytes(tmp_path / "z")
+        cached = cached_nbytes(tmp_path / "z")
     assert moved.read_nbytes + moved.written_nbytes > 256 * MiB
     assert path.startswith(("posix-direct", "posix-buffered"))
     assert cached <= (64 * KiB if path.startswith("posix-direct") else 16 * MiB)
