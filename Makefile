@@ -51,8 +51,15 @@ check: $(STAMP)
 	@$(BIN)/codespell $(PACKAGES) benchmarks docs examples tests *.md Makefile pyproject.toml
 
 bench: $(STAMP)
-	$(SAY) "benchmarks/step.py"
+	$(SAY) "benchmarks/step.py: training steps against plain PyTorch"
 	@$(BIN)/python benchmarks/step.py
+	$(SAY) "benchmarks/nvme_engine.py: the NVMe tier against fio, kvikio and DeepSpeed, where installed"
+	@mkdir -p demo-data/bench
+	@$(BIN)/python benchmarks/nvme_engine.py demo-data/bench
+	$(SAY) "benchmarks/striped.py: two tiers as one against one"
+	@$(BIN)/python benchmarks/striped.py
+	$(SAY) "benchmarks/compress.py: codecs on weights and Adam moments"
+	@$(BIN)/python benchmarks/compress.py
 
 clean:
 	rm -rf .venv build dist demo-data .mypy_cache .pytest_cache .ruff_cache

@@ -16,6 +16,11 @@ import psutil
 _NO_CGROUP_LIMIT: Final = 1 << 60
 """Version 1 of cgroups writes a number near 2**63 for "none"."""
 
+UDEV: Final = Path("/run/udev")
+"""kvikio does not try cuFile without this folder."""
+NVIDIA_FS: Final = Path("/proc/driver/nvidia-fs")
+"""There while the kernel module of GPUDirect Storage is loaded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
@@ -66,6 +71,10 @@ _PACKAGES: Final = (
     (("cupy-cuda13x", "cupy-cuda12x"), "device memory", "cuda13"),
     (("kvikio-cu13", "kvikio-cu12"), "GPUDirect Storage", "cuda13"),
     (("obstore",), "object stores", "object"),
+    (("zstandard",), "compressed tiers, codec zstd", "compress"),
+    (("lz4",), "compressed tiers, codec lz4", "compress"),
+    (("blosc2",), "compressed tiers, codec blosc2", "compress"),
+    (("matplotlib",), "charts of benchmarks", "bench"),
 )
 
 
@@ -135,13 +144,18 @@ def probe_cuda(library: str = "libcuda.so.1") -> Cuda:
 
 
 def gds_problem(cuda: Cuda, packages: tuple[Package, ...]) -> str | None:
-    """Return why GPUDirect Storage cannot be used, the first reason first; None if it may work."""
+    """Return why GPUDirect Storage cannot be used, the first reason first; None if it may work.
+
+    With the last two reasons kvikio works, through host memory.
+    """
     if cuda.problem is not None:
         return "no CUDA device"
     if not any(pkg.version for pkg in packages if pkg.name.startswith("kvikio")):
         return 'kvikio is not installed; pip install "zinf[cuda13]" or "zinf[cuda12]"'
-    if not Path("/proc/driver/nvidia-fs").exists():
-        return "the kernel module nvidia-fs is not loaded"
+    if not UDEV.is_dir():
+        return f"{UDEV} is missing, without which kvikio goes through host memory"
+    if not NVIDIA_FS.exists():
+        return "the kernel module nvidia-fs is not loaded; kvikio goes through host memory"
     return None
 
 

@@ -191,10 +191,17 @@ def _machine_id() -> str:
 def _filesystem_id(folder: Path) -> str:
     """Return a number that the file system of `folder` keeps over reboots, where it has one."""
     folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
+    while not _exists(folder) and folder != folder.parent:
         folder = folder.parent
     fsid = os.statvfs(folder).f_fsid
     return f"{fsid:x}" if fsid else f"device {folder.stat().st_dev:x}"
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, or a parent that may not be looked into
+        return False
 
 
 def _decoded(data: Any) -> HardwareProfile:

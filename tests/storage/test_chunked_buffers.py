@@ -164,8 +164,7 @@ def test_scratch_is_what_is_promised() -> None:
     for has_codec, areas in ((False, 1), (True, 2 + WINDOW)):
         scratch = Scratch(num_benches=3, chunk_nbytes=CHUNK, has_codec=has_codec)
         memory = set()
-        for _ in range(3):
-            bench = scratch._free.get()
+        for bench in scratch.benches:
             memory |= {bench.merged.address, bench.shuffled.address}
             memory |= {area.address for area in bench.coded}
         assert len(memory) == 3 * areas
@@ -174,5 +173,5 @@ def test_scratch_is_what_is_promised() -> None:
     with opened(dicts([{}]), options) as tier:
         store(tier, key(0), b"a" * 50 * CHUNK)
         read(tier, key(0), 5)
-        scratch = tier._parts.scheduler._machinery.scratch
-        assert [len(scratch._free.get().coded) for _ in range(2)] == [WINDOW, WINDOW]
+        benches = tier._parts.machinery.scratch.benches
+        assert [len(bench.coded) for bench in benches] == [WINDOW, WINDOW]

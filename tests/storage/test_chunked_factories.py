@@ -32,7 +32,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     try:
         assert tier._parts.inners.shares == (3, 1)
         assert tier._parts.table.chunk_nbytes == 64 * KiB
-        assert tier._parts.scheduler._machinery.num_threads == 2
+        assert len(tier._parts.machinery.scratch.benches) == 2
         inner = tier._parts.inners.tiers
         assert [one.usage().capacity_nbytes for one in inner] == [24 * MiB, 8 * MiB]
         assert tier.capabilities.persistent

@@ -28,8 +28,10 @@ from zinf_core.keys import TensorKey
 from zinf_storage.nvme import NvmeTier, SystemCalls
 
 NBYTES = 20_001
-ERRNOS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EDQUOT": errno.EDQUOT, "EAGAIN": errno.EAGAIN}
+ERRNOS = {name: getattr(errno, name) for name in ("EIO", "ENOSPC", "EDQUOT", "EAGAIN", "EINTR")}
 FULL = (errno.ENOSPC, errno.EDQUOT)
+PASSING = (errno.EAGAIN, errno.EINTR)
+"""Errors of a read or write that ask for another attempt."""
 
 
 def failure(number: int) -> OSError:
@@ -147,7 +149,7 @@ def _run_with_failure(folder: Path, name: str, nth: int, number: int) -> None:
         workload.run(0)
         assert failing.fired, f"{name} number {nth} never came"
         is_advice = name in {"fadvise", "statvfs"}
-        is_retried = number == errno.EAGAIN and name in {"preadv", "pwritev"}
+        is_retried = number in PASSING and name in {"preadv", "pwritev"}
         # Where a segment does not fit, a smaller one may.
         is_smaller = number in FULL and name in {"open", "fallocate", "fsync"}
         assert len(workload.errors) <= 1
@@ -189,20 +191,50 @@ def test_a_short_count_goes_on(tmp_path: Path, name: str, nbytes: int) -> None:
         assert read(tier, key(0)) == expected
 
 
-def test_a_transfer_error_says_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("operation", ["read", "prefetch", "write"])
+def test_a_transfer_error_says_everything(tmp_path: Path, operation: str, number: int) -> None:
     """Catches a message that leaves out the file, the place, the size, the key or the reason."""
     failing = FailingCalls()
     with opened(tmp_path, SMALL, failing.calls()) as tier:
         store(tier, key(3), noise(5000))
-        failing.arm("preadv", failure(errno.EIO))
-        with pytest.raises(TransferError) as caught:
-            read(tier, key(3))
+        submit = {
+            "read": tier.read_into, "prefetch": tier.prefetch_into, "write": tier.write_from
+        }[operation]  # fmt: skip
+        offset = tier.stat(key(3)).offset
+        failing.arm("pwritev" if operation == "write" else "preadv", failure(number))
+        with pytest.raises(TierFullError if number in FULL else TransferError) as caught:
+            submit(key(3), buffer_of(noise(5000))).wait(timeout_s=30)
+        if operation == "write":
+            offset = 8192  # the fresh extent
         for needed in (
-            "nvme: read of layers.3.weight/param", "8192 bytes at file offset 0",
-            str(tmp_path / "segment-00000.zinf"), "Input/output error",
+            f"nvme: {operation} of layers.3.weight/param", f"8192 bytes at file offset {offset}",
+            str(tmp_path / "segment-00000.zinf"), os.strerror(number),
         ):  # fmt: skip
             assert needed in str(caught.value)
-        assert caught.value.errno == errno.EIO
+        assert caught.value.errno == number
+
+
+@pytest.mark.parametrize("number", PASSING, ids=["EAGAIN", "EINTR"])
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_passing_error_is_tried_again(tmp_path: Path, name: str, number: int) -> None:
+    """Catches a transfer that fails because of a signal or a busy moment, even several of them,
+    or that goes on from the wrong byte after one."""
+    failures = iter(())
+    real = getattr(os, name)
+
+    def call(fd: int, views: list[memoryview], offset: int) -> int:
+        for error in failures:
+            raise error
+        return real(fd, [views[0][:4096]], offset)
+
+    with opened(tmp_path, SMALL, replace(SystemCalls(), **{name: call})) as tier:
+        store(tier, key(0), noise(NBYTES))
+        failures = iter([failure(number)] * 7)
+        completion = tier.write_from(key(0), buffer_of(noise(NBYTES, 1)))
+        completion.wait(timeout_s=30)
+        assert read(tier, key(0)) == noise(NBYTES, 1)
+        assert next(failures, None) is None
 
 
 def test_waiting_again_does_not_grow_the_error(tmp_path: Path) -> None:
@@ -220,16 +252,50 @@ def test_waiting_again_does_not_grow_the_error(tmp_path: Path) -> None:
         assert len(set(depths)) == 1
 
 
-def test_a_drive_that_moves_nothing_is_given_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", PASSING, ids=["EAGAIN", "EINTR"])
+def test_a_drive_that_moves_nothing_is_given_up(tmp_path: Path, number: int) -> None:
     """Catches an endless loop where every call wants to be made again."""
 
     def busy(*args: object) -> int:
-        raise BlockingIOError(errno.EAGAIN, "again")
+        raise failure(number)
 
     with opened(tmp_path, SMALL, replace(SystemCalls(), pwritev=busy)) as tier:
         tier.reserve(key(0), 5000)
-        with pytest.raises(TransferError, match="made no progress in 8 attempts"):
+        with pytest.raises(TransferError, match="made no progress in 8 attempts") as caught:
             tier.write_from(key(0), buffer_of(noise(5000))).wait(timeout_s=30)
+        assert f"{tmp_path}/segment-00000.zinf: 8192 bytes at offset 0" in str(caught.value)
+        assert caught.value.errno == errno.EAGAIN
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_failure_among_many_hits_one(tmp_path: Path, name: str, number: int) -> None:
+    """Catches an error that reaches a neighbour in another lane, blocks of a failed transfer that
+    are still moved and end it twice, and a worker, a buffer or an extent lost with it."""
+    failing = FailingCalls()
+    with opened(tmp_path, replace(SMALL, num_threads=3), failing.calls()) as tier:
+        for i in range(4):
+            store(tier, key(i), noise(NBYTES, i))
+        for nth in range(0, 9 if name == "preadv" else 6, 2):
+            buffers = [buffer_of(bytes(NBYTES)) for _ in range(3)]
+            failing.arm(name, failure(number), nth=nth)
+            prefetches = [tier.prefetch_into(key(i), buffers[i]) for i in range(2)]
+            writes = [tier.write_from(key(i), buffer_of(noise(NBYTES, i))) for i in (2, 3)]
+            demand = tier.read_into(key(2), buffers[2])
+            prefetches[1].promote()
+            reads = [*prefetches, demand]
+            errors = [_error_of(completion) for completion in (*reads, *writes)]
+            assert failing.fired
+            (error,) = filter(None, errors)
+            _check_error(error, tmp_path, number)
+            assert (error in errors[:3]) == (name == "preadv")
+            assert not any(prefetch.cancel() for prefetch in prefetches)
+            for i, buffer in enumerate(buffers):
+                assert errors[i] or buffer.array.tobytes() == noise(NBYTES, i)
+                assert not buffer.is_shared()
+            assert [read(tier, key(i)) for i in range(4)] == [noise(NBYTES, i) for i in range(4)]
+        flush(tier)
+        assert unaccounted_nbytes(tier) == 0
 
 
 def test_a_file_system_without_direct_io_or_fallocate(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from nvme_helpers import (
 )
 
 from zinf_core.errors import TierClosedError, TransferError, TransferTimeoutError
-from zinf_storage.nvme import NvmeTier
+from zinf_storage.nvme import NvmeTier, SystemCalls
 
 NBYTES = 20_001
 
@@ -214,6 +214,42 @@ def test_threads_and_descriptors_are_constant(tmp_path: Path) -> None:
             if seed % 10 == 0:
                 flush(tier)
             assert (threading.active_count(), num_fds()) == baseline
+
+
+def test_requests_are_in_flight_together(tmp_path: Path) -> None:
+    """Catches transfers of one block each that go through one worker while the others rest."""
+    together, entered, armed = threading.Barrier(2), threading.Event(), threading.Event()
+
+    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
+        if armed.is_set():
+            entered.set()
+            together.wait(timeout=30)
+        return os.preadv(fd, views, offset)
+
+    with opened(tmp_path, SMALL, SystemCalls(preadv=preadv)) as tier:
+        store(tier, key(0), noise(100))
+        armed.set()
+        first = tier.read_into(key(0), buffer_of(bytes(100)))
+        assert entered.wait(timeout=30)
+        second = tier.prefetch_into(key(0), buffer_of(bytes(100)))
+        first.wait(timeout_s=30)
+        second.wait(timeout_s=30)
+
+
+def test_many_wait_for_one_transfer(tier: NvmeTier, gate: Gate) -> None:
+    """Catches a completion that lets only the first of its waiters go."""
+    gate.hold("pwritev")
+    completion = tier.write_from(key(0), buffer_of(noise(NBYTES, 2)))
+    waiters = [threading.Thread(target=completion.wait, args=(30,)) for _ in range(4)]
+    for waiter in waiters:
+        waiter.start()
+    with pytest.raises(TransferTimeoutError):
+        completion.wait(timeout_s=0.01)
+    gate.release("pwritev")
+    for waiter in waiters:
+        waiter.join(timeout=30)
+    assert not any(waiter.is_alive() for waiter in waiters)
+    completion.wait(timeout_s=0)
 
 
 def test_many_threads_submit(tmp_path: Path) -> None:

@@ -36,12 +36,3 @@ def _explained(exc: TierError, what: str) -> TierError:
     if isinstance(exc, KeyAbsentError | RangeError):
         return CorruptDataError(f"{text}; the inner tier lost it or was changed by somebody else")
     return TransferError(number or errno.EIO, text)
-
-
-def without_frames(error: Exception) -> Exception:
-    """Return `error` without tracebacks, whose frames would keep the caller's memory (law 6)."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error

@@ -15,15 +15,15 @@ from zinf_storage.chunked.derived import derived_capabilities
 from zinf_storage.chunked.failures import explained
 from zinf_storage.chunked.index import Index
 from zinf_storage.chunked.inners import InnerTiers
+from zinf_storage.chunked.maker import ChunkMaker, Machinery
 from zinf_storage.chunked.meter import CodecMeter
 from zinf_storage.chunked.names import PROBE_KEY, ChunkName, index_key, index_number
 from zinf_storage.chunked.options import DEFAULT_CHUNK_NBYTES, ChunkedOptions
 from zinf_storage.chunked.reading import ChunkReader
-from zinf_storage.chunked.scheduler import ChunkScheduler, Machinery
 from zinf_storage.chunked.scratch import WINDOW, Scratch
-from zinf_storage.chunked.table import ChunkTable
-from zinf_storage.chunked.workers import Workers
+from zinf_storage.chunked.table import ChunkTable, Entry
 from zinf_storage.chunked.writing import ChunkWriter
+from zinf_storage.transfers.scheduler import TransferScheduler
 
 _MAX_WINDOW = 64
 
@@ -34,11 +34,19 @@ class OpenedParts:
 
     tier_name: str
     capabilities: TierCapabilities
-    inners: InnerTiers
-    table: ChunkTable
-    scheduler: ChunkScheduler
-    workers: Workers
+    machinery: Machinery
+    scheduler: TransferScheduler[Entry]
     meter: CodecMeter
+
+    @property
+    def inners(self) -> InnerTiers:
+        """The tiers below."""
+        return self.machinery.inners
+
+    @property
+    def table(self) -> ChunkTable:
+        """The keys; guarded by the scheduler's lock."""
+        return self.machinery.table
 
 
 def open_parts(
@@ -91,24 +99,27 @@ def _assembled(
     scratch = Scratch(
         num_benches=options.num_threads, chunk_nbytes=index.chunk_nbytes, has_codec=bool(codecs)
     )
-    workers = Workers(options.num_threads, tier_name=tier_name)
     machinery = Machinery(
+        table=table,
         inners=inners,
         reader=reader,
         writer=ChunkWriter(inners, reader, options=options, meter=meter),
         committer=committer,
         scratch=scratch,
-        workers=workers,
-        num_threads=options.num_threads,
-        window=WINDOW if codecs else _window(capabilities.max_in_flight, options.num_threads),
+    )
+    num_threads = options.num_threads
+    scheduler = TransferScheduler(
+        ChunkMaker(machinery),
+        tier_name=tier_name,
+        num_threads=num_threads,
+        window=WINDOW if codecs else _window(capabilities.max_in_flight, num_threads),
+        finds_room_late=True,
     )
     return OpenedParts(
         tier_name=tier_name,
         capabilities=capabilities,
-        inners=inners,
-        table=table,
-        scheduler=ChunkScheduler(table, machinery, tier_name=tier_name),
-        workers=workers,
+        machinery=machinery,
+        scheduler=scheduler,
         meter=meter,
     )
 

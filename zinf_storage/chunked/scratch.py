@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,18 +32,22 @@ class Scratch:
     def __init__(self, *, num_benches: int, chunk_nbytes: int, has_codec: bool) -> None:
         """Allocate the benches. Raises BudgetError."""
         allocate = PageAlignedAllocator().allocate
-        self._free: queue.SimpleQueue[Bench] = queue.SimpleQueue()
+        benches = []
         for _ in range(num_benches):
             merged = allocate(chunk_nbytes)
             shuffled = allocate(chunk_nbytes) if has_codec else merged
             coded = deque(allocate(chunk_nbytes) for _ in range(WINDOW if has_codec else 0))
-            self._free.put(Bench(merged=merged, shuffled=shuffled, coded=coded))
-
-    @contextmanager
-    def lease(self) -> Iterator[Bench]:
-        """Lend a bench. Only workers call this, so one is always free."""
-        bench = self._free.get()
-        try:
-            yield bench
-        finally:
+            benches.append(Bench(merged=merged, shuffled=shuffled, coded=coded))
+        self.benches = tuple(benches)
+        self._free: queue.SimpleQueue[Bench] = queue.SimpleQueue()
+        for bench in benches:
             self._free.put(bench)
+        self._local = threading.local()
+
+    def of_this_worker(self) -> Bench:
+        """Return the bench of the calling thread, every time the same one. Only workers call this,
+        and each of them has chunks in flight only on its own bench."""
+        bench: Bench | None = getattr(self._local, "bench", None)
+        if bench is None:
+            bench = self._local.bench = self._free.get_nowait()
+        return bench

@@ -18,7 +18,7 @@ from zinf_core.capabilities import TierCapabilities, TierUsage
 from zinf_core.completion import Completion
 from zinf_core.errors import TierClosedError
 from zinf_core.keys import Extent, TensorKey
-from zinf_core.tier import Tier, validate_reserve, validate_transfer
+from zinf_core.tier import Prefetch, Tier, validate_reserve, validate_transfer
 from zinf_storage.chunked.meter import CodecCounters
 from zinf_storage.chunked.names import MARK_LENGTH
 from zinf_storage.chunked.opening import OpenedParts, open_parts
@@ -44,7 +44,8 @@ class ChunkedTier:
 
     Memory: `num_threads` areas of one chunk, and three more each with a codec, allocated at open;
     what the codec's library takes for a chunk while it works on it; about 600 bytes for each
-    chunk stored; during a flush, about 50 more. Threads: `num_threads`, until `close`.
+    chunk stored; during a flush, about 50 more. Threads: `num_threads` and two more, until
+    `close`.
 
     Thread-safe; a tier belongs to the process that opened it, a forked child cannot use it.
     """
@@ -143,7 +144,7 @@ class ChunkedTier:
         finally:
             with parts.scheduler.lock:
                 parts.table.end_reserve(key, nbytes, cells)
-            parts.scheduler.leave()
+            self._leave()
         return Extent(nbytes=nbytes, allocated_nbytes=nbytes)
 
     def stat(self, key: TensorKey) -> Extent:
@@ -166,6 +167,15 @@ class ChunkedTier:
             entry = self._valid_entry(key, dst, offset)
             return self._parts.scheduler.submit_read(entry, dst, offset)
 
+    def prefetch_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Prefetch:
+        """Submit a read that `read_into` overtakes and that can be given up; else the same.
+
+        See `SupportsPrefetch`. Waiting for it promotes it.
+        """
+        with self._parts.scheduler.lock:
+            entry = self._valid_entry(key, dst, offset)
+            return self._parts.scheduler.submit_prefetch(entry, dst, offset)
+
     def write_from(self, key: TensorKey, src: Buffer, *, offset: int = 0) -> Completion:
         """Submit a write. See `Tier`; a failed one leaves the old bytes of all chunks.
 
@@ -184,7 +194,7 @@ class ChunkedTier:
             self._require_open()
             parts.table.discard(key)
             parts.scheduler.enter()
-        parts.scheduler.leave()
+        self._leave()
 
     def flush(self) -> Completion:
         """Submit a commit: exactly what was submitted before is what the next open finds.
@@ -222,13 +232,22 @@ class ChunkedTier:
             self._closed.wait()
             return
         parts.scheduler.drain()
-        parts.workers.close()
+        parts.scheduler.shutdown()
         try:
             if not self.capabilities.persistent:
                 self._empty()
             end_inners()
         finally:
             self._closed.set()
+
+    def _leave(self) -> None:
+        """Give unused cells back, and let what waited for the room begin. May block."""
+        parts = self._parts
+        with parts.scheduler.lock:
+            give_back = parts.machinery.giving_back()
+        give_back()
+        with parts.scheduler.lock:
+            parts.scheduler.leave()
 
     def _empty(self) -> None:
         """Leave nothing behind on inner tiers that outlast this one."""

@@ -1,122 +1,128 @@
-"""Reads and writes of one key in flight, and the queue their workers take chunks from."""
+"""Reads and writes of one key in flight, chunk by chunk."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from zinf_core.buffers import Buffer
 from zinf_core.completion import Completion
-from zinf_core.errors import InternalError, TransferTimeoutError
+from zinf_core.errors import InternalError
 from zinf_storage.chunked.table import Cell, Chunk, Entry, KeyVersion
 from zinf_storage.nvme.blocks import ByteRange
+from zinf_storage.transfers.completion import TransferCompletion
+from zinf_storage.transfers.transfer import Task
 
-
-class ChunkedCompletion:
-    """Completion of one transfer or commit that workers run. Thread-safe."""
-
-    __slots__ = ("_done", "_error", "_what")
-
-    def __init__(self, what: str) -> None:
-        """Start undone; `what` names the transfer in messages."""
-        self._what = what
-        self._done = threading.Event()
-        self._error: Exception | None = None
-
-    def done(self) -> bool:
-        """Return whether `wait` would return or raise at once."""
-        return self._done.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when done or raise what it failed with, the same every time.
-
-        Raises TransferTimeoutError if `timeout_s` seconds passed first.
-        """
-        if not self._done.wait(timeout_s):
-            raise TransferTimeoutError(f"{self._what} was not done within {timeout_s} s")
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-
-    def settle(self, error: Exception | None) -> None:
-        """Make the completion done. Called once, after all bookkeeping."""
-        self._error = error
-        self._done.set()
-
-
-class ChunkQueue:
-    """The chunks of one transfer still to be moved, and the first failure. Thread-safe.
-
-    The lock guards the three fields; runners take chunks until none is left or one failed.
-    """
-
-    def __init__(self, indices: Iterable[int], *, num_runners: int) -> None:
-        """Queue `indices` for `num_runners` runners, each of which must `leave` in the end."""
-        self._lock = threading.Lock()
-        self._indices: Iterator[int] = iter(indices)
-        self._num_runners = num_runners
-        self.error: Exception | None = None
-
-    def take(self) -> int | None:
-        """Return the next chunk, None if there is nothing more to do."""
-        with self._lock:
-            return None if self.error else next(self._indices, None)
-
-    def fail(self, error: Exception) -> None:
-        """Remember the first error and stop handing out chunks."""
-        with self._lock:
-            if self.error is None:
-                self.error = error
-
-    def leave(self) -> bool:
-        """Return whether the calling runner was the last one."""
-        with self._lock:
-            self._num_runners -= 1
-            return self._num_runners == 0
+if TYPE_CHECKING:
+    from zinf_storage.chunked.maker import Machinery
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReadTransfer:
-    """A read in flight. Belongs to its runners until the last one left."""
+    """A read in flight. Belongs to the workers until its last chunk was moved."""
 
     what: str
-    completion: ChunkedCompletion
+    completion: TransferCompletion
     buffer: Buffer | None
     """The caller's; None once the transfer is done (law 6)."""
     source: KeyVersion
+    """The version read; pinned."""
     span: ByteRange
+    machinery: Machinery
+
+    def indices(self) -> range:
+        """Return the chunks to move."""
+        return self.span.touched()
+
+    def block_nbytes(self, index: int) -> int:
+        """Return the bytes that chunk `index` brings."""
+        block = self.span.block(index)
+        return block.high - block.low
+
+    def move(self, index: int) -> Step:
+        """Set one chunk moving. May block."""
+        bench = self.machinery.scratch.of_this_worker()
+        return self.machinery.reader.start(self, index, bench)
+
+    def end(self, *, succeeded: bool) -> Task:
+        """Drop the pin; return how to give back what nobody needs any more."""
+        del succeeded
+        self.machinery.table.unpin(self.source)
+        return self.machinery.giving_back()
+
+    def release(self) -> None:
+        """Drop the caller's buffer."""
+        self.buffer = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WriteTransfer:
-    """A write, queued or in flight. Belongs to its runners from `begin` until the last one left."""
+    """A write, queued or in flight. Belongs to the workers from `begin` to the last chunk. One
+    that finds no room for a chunk is begun anew."""
 
     what: str
-    completion: ChunkedCompletion
+    completion: TransferCompletion
     buffer: Buffer | None
     """The caller's; None once the transfer is done (law 6)."""
-    entry: Entry
+    page: Entry
     span: ByteRange
+    machinery: Machinery
     source: KeyVersion | None = None
-    """Version that the bytes outside the range come from."""
+    """Version that the bytes outside the range come from; pinned while an attempt runs."""
+    target: KeyVersion | None = None
+    """Version that was made; pinned from `flip` to `end`."""
     written: dict[int, Chunk] = field(default_factory=dict)
     """The chunks stored so far."""
     fresh: list[Cell] = field(default_factory=list)
     """Cells reserved for this attempt; unused if it fails."""
-    num_ended_before: int = 0
-    """Transfers that had ended when this attempt began."""
 
-    def begin(self, source: KeyVersion, *, num_ended: int) -> None:
-        """Begin an attempt to write over `source`."""
-        self.source = source
+    def begin(self) -> None:
+        """Begin an attempt to write over the current version."""
+        self.source = self.page.version
+        self.source.pins += 1
         self.written, self.fresh = {}, []
-        self.num_ended_before = num_ended
 
     def old_chunk(self, index: int) -> Chunk:
         """Return the chunk that this write replaces."""
+        return self._begun().chunks[index]
+
+    def indices(self) -> range:
+        """Return the chunks to move."""
+        return self.span.touched()
+
+    def block_nbytes(self, index: int) -> int:
+        """Return the bytes that are stored, before they are coded, old ones of a chunk included."""
+        block = self.span.block(index)
+        return block.end - block.start
+
+    def move(self, index: int) -> Step:
+        """Set one chunk moving. May block."""
+        bench = self.machinery.scratch.of_this_worker()
+        return self.machinery.writer.start(self, index, bench)
+
+    def flip(self) -> None:
+        """Make what was written the current version."""
+        self.target = self.machinery.table.derive(self._begun(), self.written)
+        self.machinery.table.flip(self.page, self.target)
+
+    def end(self, *, succeeded: bool) -> Task:
+        """Drop the pins; return how to give back what nobody needs any more."""
+        table = self.machinery.table
+        if self.target is not None:
+            table.unpin(self.target)
+        table.unpin(self._begun())
+        self.source = self.target = None
+        return self.machinery.giving_back(() if succeeded else self.fresh)
+
+    def release(self) -> None:
+        """Drop the caller's buffer."""
+        self.buffer = None
+
+    def _begun(self) -> KeyVersion:
         if self.source is None:
             raise InternalError(f"{self.what} was not begun")
-        return self.source.chunks[index]
+        return self.source
 
 
 class Step:

@@ -147,7 +147,7 @@ class ChunkWriter:
         if old.content is None and nbytes == old.cell.nbytes:
             return old.cell
         request = CellRequest(
-            key=write.entry.key, index=block.index, nbytes=nbytes, prefer=old.cell.inner
+            key=write.page.key, index=block.index, nbytes=nbytes, prefer=old.cell.inner
         )
         try:
             with explained(write.what):

@@ -18,18 +18,30 @@ class DirectIo(enum.Enum):
     """No: through the page cache, which is asked to drop the bytes after each transfer."""
 
 
+class Engine(enum.Enum):
+    """What moves the bytes between memory and the files."""
+
+    AUTO = "auto"
+    """GDS if the tier is given a CUDA device and kvikio works here, else POSIX."""
+    POSIX = "posix"
+    """Read and write calls, on host memory only. Needs no package."""
+    GDS = "gds"
+    """kvikio: GPUDirect Storage, on device and host memory. See `zinf_storage.nvme.gds`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmeOptions:
     """How the tier uses its folder."""
 
     io_nbytes: int = MiB
     """Bytes per request and per checksum; a multiple of 4096, at most 1 GiB."""
-    num_threads: int = 4
+    num_threads: int = 8
     """Requests in flight at once."""
     segment_nbytes: int = 256 * MiB
     """Bytes by which the segment files grow; a multiple of 4096. Larger keys get larger ones."""
     capacity_nbytes: int | None = None
     """Budget of all segment files together; None for as much as the file system gives."""
+    engine: Engine = Engine.AUTO
     direct: DirectIo = DirectIo.AUTO
     verify_reads: bool = False
     """Check every block read against its checksum, not only the first read after an open."""
@@ -44,6 +56,11 @@ class NvmeOptions:
                 )
         if self.io_nbytes > GiB:
             raise ConfigError(f"NvmeOptions.io_nbytes = {self.io_nbytes} is more than {GiB}")
+        if self.engine is Engine.GDS and self.direct is DirectIo.NEVER:
+            raise ConfigError(
+                "NvmeOptions: engine = gds transfers past the page cache, direct = never forbids "
+                "that; leave one of the two out"
+            )
         if self.num_threads < 1:
             raise ConfigError(f"NvmeOptions.num_threads = {self.num_threads} must be at least 1")
         if self.capacity_nbytes is not None and self.capacity_nbytes < 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from zinf_core.errors import CorruptDataError, KeyAbsentError, KeyExistsError, TierFullError
 from zinf_core.keys import Extent, TensorKey
@@ -20,6 +21,10 @@ from zinf_storage.nvme.options import NvmeOptions
 from zinf_storage.nvme.segments import SegmentStore
 
 Checksums = tuple[int | None, ...]
+"""Per block: its checksum, UNCHECKED, or None if it was never written."""
+UNCHECKED: Final = -1
+"""Of a block that was written without passing through the host, which alone computes checksums.
+A manifest says None for it, so that a block it says None for may hold bytes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -166,6 +171,12 @@ class PageTable:
         )  # fmt: skip
 
 
+def checksum_of(version: Version, index: int) -> int | None:
+    """Return the checksum of a block, None if none is known."""
+    checksum = version.checksums[index]
+    return None if checksum == UNCHECKED else checksum
+
+
 def extent_of(page: Page) -> Extent:
     """Return where `page` lies; the first region if there are several, zeros if there is none."""
     first = page.version.regions[0] if page.version.regions else None
@@ -185,7 +196,7 @@ def entry_of(key: TensorKey, snapshot: Snapshot) -> ManifestEntry:
         nbytes=version.nbytes,
         block_nbytes=version.block_nbytes,
         regions=version.regions,
-        checksums=snapshot.checksums,
+        checksums=tuple(None if c == UNCHECKED else c for c in snapshot.checksums),
     )
 
 
@@ -195,6 +206,6 @@ def _version_of(entry: ManifestEntry) -> Version:
         regions=entry.regions,
         nbytes=entry.nbytes,
         block_nbytes=entry.block_nbytes,
-        checksums=entry.checksums,
+        checksums=tuple(UNCHECKED if c is None else c for c in entry.checksums),
         unverified=known,
     )

@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from zinf_core.errors import CorruptDataError, TierError, TierFullError, TransferError
+from zinf_core.errors import (
+    CorruptDataError,
+    InternalError,
+    TierError,
+    TierFullError,
+    TransferError,
+)
 from zinf_core.units import PAGE_NBYTES, format_nbytes
+from zinf_storage.nvme.engine import DirectFile, FileEngine
+from zinf_storage.nvme.memory import DeviceSpan, Span
 from zinf_storage.nvme.syscalls import SystemCalls
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -22,7 +30,7 @@ _MAX_STALLS: Final = 8
 def io_error(exc: OSError, what: str, path: Path, *, needed: int, calls: SystemCalls) -> TierError:
     """Return the error of our tree for `exc`; `needed` bytes were to be moved or allocated."""
     number = exc.errno or errno.EIO
-    reason = os.strerror(number)
+    reason = exc.strerror or os.strerror(number)
     if number not in NO_ROOM:
         return TransferError(number, f"{what} failed at {path}: {reason}")
     free_nbytes = _free_nbytes(path.parent, calls)
@@ -64,6 +72,17 @@ def supports_direct(probe: Path, calls: SystemCalls, page: memoryview) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileAccess:
+    """How segment files are opened and their bytes moved."""
+
+    direct: bool
+    """With O_DIRECT: offsets, lengths and addresses must be whole pages."""
+    calls: SystemCalls = field(repr=False)
+    engine: FileEngine | None = None
+    """None: `calls` move the bytes."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SegmentFile:
     """An open segment file. Reads and writes may run in any number of threads."""
@@ -71,77 +90,86 @@ class SegmentFile:
     path: Path
     fd: int
     nbytes: int
-    direct: bool
-    """Opened with O_DIRECT: offsets, lengths and addresses must be whole pages."""
     preallocated: bool
     """False where the file system has no fallocate: then a full disk shows up at a write."""
-    calls: SystemCalls = field(repr=False)
+    access: FileAccess
+    moves: DirectFile | None = None
+    """The same file as the engine opened it; None if there is no engine."""
 
     @classmethod
-    def create(cls, path: Path, nbytes: int, *, direct: bool, calls: SystemCalls) -> SegmentFile:
+    def create(cls, path: Path, nbytes: int, *, access: FileAccess) -> SegmentFile:
         """Create `path`, which must not exist, with room for `nbytes`. Blocks.
 
         Raises OSError; no file is left behind then.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-        fd = calls.open(path, flags, 0o600)
+        fd = _opened(path, os.O_CREAT | os.O_EXCL, access)
+        moves: DirectFile | None = None
         try:
-            preallocated = _preallocate(fd, nbytes, calls)
+            preallocated = _preallocate(fd, nbytes, access.calls)
+            moves = access.engine.open(path) if access.engine else None
         except BaseException:
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
         return cls(
-            path=path, fd=fd, nbytes=nbytes, direct=direct, preallocated=preallocated, calls=calls
+            path=path, fd=fd, nbytes=nbytes, preallocated=preallocated, access=access, moves=moves
         )
 
     @classmethod
-    def open(cls, path: Path, nbytes: int, *, direct: bool, calls: SystemCalls) -> SegmentFile:
+    def open(cls, path: Path, nbytes: int, *, access: FileAccess) -> SegmentFile:
         """Open the existing file `path`. Raises OSError."""
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
-        fd = calls.open(path, flags)
-        return cls(path=path, fd=fd, nbytes=nbytes, direct=direct, preallocated=True, calls=calls)
+        fd = _opened(path, os.O_NOFOLLOW, access)
+        try:
+            moves = access.engine.open(path) if access.engine else None
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path=path, fd=fd, nbytes=nbytes, preallocated=True, access=access, moves=moves)
 
-    def read_exact(self, view: memoryview, offset: int, what: str) -> None:
-        """Fill `view` from `offset`. Blocks.
+    def read_exact(self, memory: Span, offset: int, what: str) -> None:
+        """Fill `memory` from `offset`. Blocks.
 
         Raises CorruptDataError if the file ends before, TransferError otherwise; both say `what`.
         """
         done = stalls = 0
-        while done < len(view):
+        nbytes = memory.nbytes
+        while done < nbytes:
             try:
-                count = self.calls.preadv(self.fd, [view[done:]], offset + done)
-            except BlockingIOError as exc:
-                stalls = self._stalled(stalls, what, offset, len(view), exc)
+                count = self._read_some(memory[done:], offset + done)
+            except (BlockingIOError, InterruptedError) as exc:
+                stalls = self._stalled(stalls, what, offset, nbytes, exc)
                 continue
             except OSError as exc:
-                raise self._error(exc, what, offset + done, len(view) - done) from exc
-            if done + count < len(view):
-                self._require_bytes(offset + len(view), what)
-            count = self._whole(count, len(view) - done)
-            stalls = 0 if count else self._stalled(stalls, what, offset, len(view), None)
+                if self.moves is not None:
+                    self._require_bytes(offset + nbytes, what)
+                raise self._error(exc, what, offset + done, nbytes - done) from exc
+            if done + count < nbytes:
+                self._require_bytes(offset + nbytes, what)
+            count = self._whole(count, nbytes - done)
+            stalls = 0 if count else self._stalled(stalls, what, offset, nbytes, None)
             done += count
-        if not self.direct:
-            self.drop_cached(offset, len(view))
+        if not self.access.direct:
+            self.drop_cached(offset, nbytes)
 
-    def write_exact(self, view: memoryview, offset: int, what: str) -> None:
-        """Write all of `view` at `offset`. Blocks.
+    def write_exact(self, memory: Span, offset: int, what: str) -> None:
+        """Write all of `memory` at `offset`. Blocks.
 
         Raises TierFullError if there is no room, TransferError otherwise; both say `what`.
         """
         done = stalls = 0
-        while done < len(view):
+        nbytes = memory.nbytes
+        while done < nbytes:
             try:
-                count = self.calls.pwritev(self.fd, [view[done:]], offset + done)
-            except BlockingIOError as exc:
-                stalls = self._stalled(stalls, what, offset, len(view), exc)
+                count = self._write_some(memory[done:], offset + done)
+            except (BlockingIOError, InterruptedError) as exc:
+                stalls = self._stalled(stalls, what, offset, nbytes, exc)
                 continue
             except OSError as exc:
-                raise self._error(exc, what, offset + done, len(view) - done) from exc
-            count = self._whole(count, len(view) - done)
-            stalls = 0 if count else self._stalled(stalls, what, offset, len(view), None)
+                raise self._error(exc, what, offset + done, nbytes - done) from exc
+            count = self._whole(count, nbytes - done)
+            stalls = 0 if count else self._stalled(stalls, what, offset, nbytes, None)
             done += count
-        if not self.direct:
+        if not self.access.direct:
             # The bytes just written are still dirty: this starts writing them back, and drops
             # those of earlier writes that have become clean.
             self.drop_cached(0, 0)
@@ -149,27 +177,43 @@ class SegmentFile:
     def sync(self, what: str) -> None:
         """Make everything written so far durable. Blocks. Raises TransferError, TierFullError."""
         try:
-            self.calls.fdatasync(self.fd)
+            self.access.calls.fdatasync(self.fd)
         except OSError as exc:
             raise self._error(exc, what, 0, self.nbytes) from exc
-        if not self.direct:
+        if not self.access.direct:
             self.drop_cached(0, 0)
 
     def drop_cached(self, offset: int, nbytes: int) -> None:
         """Ask the kernel to forget cached pages of a range; 0, 0 means the whole file."""
         try:
-            self.calls.fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+            self.access.calls.fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
         except OSError:
             # Advice only: without it the page cache grows and the kernel trims it.
             return
 
     def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self.fd)
+        """Close the descriptors. Nothing may be in flight."""
+        try:
+            if self.moves is not None:
+                self.moves.close()
+        finally:
+            os.close(self.fd)
+
+    def _read_some(self, memory: Span, offset: int) -> int:
+        if self.moves is not None:
+            self.moves.read(memory, offset)
+            return memory.nbytes
+        return self.access.calls.preadv(self.fd, [_reachable(memory)], offset)
+
+    def _write_some(self, memory: Span, offset: int) -> int:
+        if self.moves is not None:
+            self.moves.write(memory, offset)
+            return memory.nbytes
+        return self.access.calls.pwritev(self.fd, [_reachable(memory)], offset)
 
     def _whole(self, count: int, wanted: int) -> int:
         # A short direct transfer can only go on from a page boundary.
-        return count - count % PAGE_NBYTES if self.direct and count < wanted else count
+        return count - count % PAGE_NBYTES if self.access.direct and count < wanted else count
 
     def _require_bytes(self, end: int, what: str) -> None:
         size = os.fstat(self.fd).st_size
@@ -180,7 +224,7 @@ class SegmentFile:
             )
 
     def _stalled(
-        self, stalls: int, what: str, offset: int, nbytes: int, exc: BlockingIOError | None
+        self, stalls: int, what: str, offset: int, nbytes: int, exc: OSError | None
     ) -> int:
         if stalls + 1 < _MAX_STALLS:
             return stalls + 1
@@ -192,7 +236,19 @@ class SegmentFile:
 
     def _error(self, exc: OSError, what: str, offset: int, nbytes: int) -> TierError:
         place = f"{what} of {nbytes} bytes at file offset {offset}"
-        return io_error(exc, place, self.path, needed=nbytes, calls=self.calls)
+        return io_error(exc, place, self.path, needed=nbytes, calls=self.access.calls)
+
+
+def _opened(path: Path, flags: int, access: FileAccess) -> int:
+    flags |= os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if access.direct else 0)
+    mode = (0o600,) if flags & os.O_CREAT else ()
+    return access.calls.open(path, flags, *mode)
+
+
+def _reachable(memory: Span) -> memoryview:
+    if isinstance(memory, DeviceSpan):
+        raise InternalError(f"{memory.nbytes} bytes of device memory in a system call")
+    return memory
 
 
 def _free_nbytes(folder: Path, calls: SystemCalls) -> int | None:

@@ -12,9 +12,9 @@ from zinf_core.units import PAGE_NBYTES, align_up, format_nbytes
 from zinf_storage.nvme.blocks import pieces
 from zinf_storage.nvme.extents import FreeExtents
 from zinf_storage.nvme.folder import Folder, segment_name
+from zinf_storage.nvme.memory import Span
 from zinf_storage.nvme.options import NvmeOptions
-from zinf_storage.nvme.posix import SegmentFile, io_error, require_free
-from zinf_storage.nvme.syscalls import SystemCalls
+from zinf_storage.nvme.posix import FileAccess, SegmentFile, io_error, require_free
 
 _MAX_SEGMENT_NBYTES: Final = 1 << 62
 """More than any file system has; keeps sizes within what system calls take."""
@@ -28,19 +28,22 @@ class SegmentStore:
     """
 
     def __init__(
-        self, folder: Folder, *, tier_name: str, options: NvmeOptions, direct: bool,
-        calls: SystemCalls,
-    ) -> None:  # fmt: skip
+        self, folder: Folder, *, tier_name: str, options: NvmeOptions, access: FileAccess
+    ) -> None:
         """Start without segments; those in `folder` that nobody opens here are left alone."""
-        self.direct = direct
+        self._access = access
         self._folder = folder
         self._tier_name = tier_name
         self._options = options
-        self._calls = calls
         self._extents = FreeExtents()
         self._files: dict[int, SegmentFile] = {}
         """Replaced, never changed: workers read it without the lock."""
         self._next_number = max(folder.segment_sizes(), default=-1) + 1
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers must be of whole pages."""
+        return self._access.direct
 
     @property
     def allocated_nbytes(self) -> int:
@@ -76,7 +79,7 @@ class SegmentStore:
                 f"manifest {self._folder.manifest_path}: segment name {segment.name!r} is not ours"
             )
         try:
-            file = SegmentFile.open(path, segment.nbytes, direct=self.direct, calls=self._calls)
+            file = SegmentFile.open(path, segment.nbytes, access=self._access)
         except FileNotFoundError as exc:
             raise CorruptDataError(
                 f"{self._tier_name}: {path} of {segment.nbytes} bytes is missing, the manifest "
@@ -84,7 +87,9 @@ class SegmentStore:
             ) from exc
         except OSError as exc:
             what = f"{self._tier_name}: opening a segment"
-            raise io_error(exc, what, path, needed=segment.nbytes, calls=self._calls) from exc
+            raise io_error(
+                exc, what, path, needed=segment.nbytes, calls=self._access.calls
+            ) from exc
         self._files = {**self._files, segment.number: file}
         self._extents.add_segment(segment.number, segment.nbytes)
 
@@ -111,16 +116,16 @@ class SegmentStore:
         """Give ranges back; nothing may be in flight on them."""
         self._extents.free(regions)
 
-    def read(self, regions: Sequence[Region], start: int, view: memoryview, what: str) -> None:
-        """Fill `view` with the extent's bytes from `start`. Blocks. `what` names the transfer."""
-        for piece in pieces(regions, start, len(view)):
-            part = view[piece.view_offset : piece.view_offset + piece.nbytes]
+    def read(self, regions: Sequence[Region], start: int, memory: Span, what: str) -> None:
+        """Fill `memory` with the extent's bytes from `start`. Blocks. `what` names the transfer."""
+        for piece in pieces(regions, start, memory.nbytes):
+            part = memory[piece.view_offset : piece.view_offset + piece.nbytes]
             self._files[piece.segment].read_exact(part, piece.file_offset, what)
 
-    def write(self, regions: Sequence[Region], start: int, view: memoryview, what: str) -> None:
-        """Write `view` to the extent's bytes from `start`. Blocks. `what` names the transfer."""
-        for piece in pieces(regions, start, len(view)):
-            part = view[piece.view_offset : piece.view_offset + piece.nbytes]
+    def write(self, regions: Sequence[Region], start: int, memory: Span, what: str) -> None:
+        """Write `memory` to the extent's bytes from `start`. Blocks. `what` names the transfer."""
+        for piece in pieces(regions, start, memory.nbytes):
+            part = memory[piece.view_offset : piece.view_offset + piece.nbytes]
             self._files[piece.segment].write_exact(part, piece.file_offset, what)
 
     def locate(self, regions: Sequence[Region], start: int) -> str:
@@ -164,16 +169,16 @@ class SegmentStore:
         path = self._folder.segment_path(number)
         what = f"{self._tier_name}: a new segment"
         try:
-            require_free(path, nbytes, calls=self._calls)
-            file = SegmentFile.create(path, nbytes, direct=self.direct, calls=self._calls)
+            require_free(path, nbytes, calls=self._access.calls)
+            file = SegmentFile.create(path, nbytes, access=self._access)
             try:
-                sync_folder(self._folder.path, calls=self._calls)
+                sync_folder(self._folder.path, calls=self._access.calls)
             except BaseException:
                 file.close()
                 path.unlink(missing_ok=True)
                 raise
         except OSError as exc:
-            raise io_error(exc, what, path, needed=nbytes, calls=self._calls) from exc
+            raise io_error(exc, what, path, needed=nbytes, calls=self._access.calls) from exc
         self._next_number += 1
         self._files = {**self._files, number: file}
         self._extents.add_segment(number, nbytes)

@@ -16,21 +16,24 @@ from dataclasses import dataclass
 from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace, TierCapabilities, TierUsage
 from zinf_core.completion import Completion
+from zinf_core.device import Device
 from zinf_core.errors import TierClosedError, TierError, TierFullError, TierLockedError
 from zinf_core.keys import Extent, TensorKey
 from zinf_core.runtime.manifest import Manifest
-from zinf_core.tier import validate_reserve, validate_transfer
+from zinf_core.tier import Prefetch, validate_reserve, validate_transfer
 from zinf_core.units import PAGE_NBYTES
 from zinf_storage.allocators import PageAlignedAllocator
 from zinf_storage.nvme.commit import Committer
+from zinf_storage.nvme.engine import FileEngine, choose_engine
 from zinf_storage.nvme.folder import Folder, FolderKind, FolderState
+from zinf_storage.nvme.maker import NvmeMaker
+from zinf_storage.nvme.mover import BlockMover
 from zinf_storage.nvme.options import DirectIo, NvmeOptions
 from zinf_storage.nvme.pages import Page, PageTable, extent_of
-from zinf_storage.nvme.posix import io_error, supports_direct
-from zinf_storage.nvme.scheduler import TransferScheduler
+from zinf_storage.nvme.posix import FileAccess, io_error, supports_direct
 from zinf_storage.nvme.segments import SegmentStore
 from zinf_storage.nvme.syscalls import SystemCalls
-from zinf_storage.nvme.transfer import BlockMover
+from zinf_storage.transfers.scheduler import TransferScheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +44,24 @@ class _Parts:
     segments: SegmentStore
     table: PageTable
     committer: Committer
-    scheduler: TransferScheduler
+    scheduler: TransferScheduler[Page]
     found: FolderState
+    engine: FileEngine | None
+    """None: read and write calls move the bytes."""
 
 
 class NvmeTier:
     """Stores keys in segment files of one folder, which it locks until `close`.
 
-    Thread-safe; a tier belongs to the process that opened it, a forked child cannot use it.
+    Thread-safe; a tier belongs to the process that opened it, a forked child cannot use it. It has
+    `options.num_threads` threads that move blocks and two more, from `open` to `close`. Reads go
+    before prefetch and writes, which share the rest; see [Note: lanes]. Besides the files it takes
+    256 KiB of host memory per thread, and with a device two pages of that; kvikio, where it goes
+    through host memory, another `io_nbytes` per thread.
+
+    Bytes written from device memory do not pass through the host and have no checksum: damage to
+    them on the drive is not found, `verify_reads` or not. All others keep theirs; where one is due
+    to be checked, the read goes through host memory, also into device memory.
     """
 
     def __init__(
@@ -64,7 +77,7 @@ class NvmeTier:
         """False from the first `close` on: nothing new is taken, what was submitted goes on."""
         self._closed = threading.Event()
         self._capabilities = TierCapabilities(
-            memory_spaces=frozenset({MemorySpace.HOST}),
+            memory_spaces=_memory_spaces(parts.engine),
             offset_align=PAGE_NBYTES,
             address_align=PAGE_NBYTES,
             preferred_io_nbytes=options.io_nbytes,
@@ -76,18 +89,23 @@ class NvmeTier:
     def open(
         cls, folder: str | os.PathLike[str], *, name: str = "nvme",
         options: NvmeOptions | None = None, calls: SystemCalls | None = None,
+        device: Device | None = None, engine: FileEngine | None = None,
     ) -> NvmeTier:  # fmt: skip
         """Open `folder`, creating it if missing; the keys of its last flush are there again.
 
-        Destroys nothing (law 14); `found` says what was there. Blocks. Raises TierLockedError if
-        another tier has it open, CorruptDataError if its manifest or a segment is damaged,
-        TierFullError if what it holds exceeds `options.capacity_nbytes`, TransferError if the
-        system refuses the folder, a file or a thread.
+        With a CUDA `device` its memory is read into and written from where kvikio can; `engine`
+        replaces what `options.engine` would choose for it. Destroys nothing (law 14); `found` says
+        what was there. Blocks. Raises ConfigError, before it touches the folder, if the engine
+        asked for cannot be used; TierLockedError if another tier has the folder open,
+        CorruptDataError if its manifest or a segment is damaged, TierFullError if what it holds
+        exceeds `options.capacity_nbytes`, TransferError if the system refuses the folder, a file
+        or a thread.
         """
         options, calls = options or NvmeOptions(), calls or SystemCalls()
+        engine = engine or choose_engine(options, device)
         opened = Folder.open(folder, calls=calls)
         try:
-            parts = _opened_parts(opened, name, options, calls)
+            parts = _opened_parts(opened, name, options, calls, engine)
         except BaseException as exc:
             opened.unlock()
             if isinstance(exc, OSError) and not isinstance(exc, TierError):
@@ -102,7 +120,8 @@ class NvmeTier:
 
     @property
     def capabilities(self) -> TierCapabilities:
-        """Host memory, offsets and addresses by pages, any length, persistent."""
+        """Host memory, and device memory with an engine that reaches it; offsets and addresses by
+        pages, any length, persistent."""
         return self._capabilities
 
     @property
@@ -112,15 +131,19 @@ class NvmeTier:
 
     @property
     def path_taken(self) -> str:
-        """How bytes travel: ``posix-direct`` or ``posix-buffered``, and ``, not preallocated`` if
-        the file system could not give the segments their blocks in advance."""
-        segments = self._parts.segments
+        """How bytes travel: ``posix-direct``, ``posix-buffered``, ``gds`` (drive to device), or
+        ``gds-compat`` (kvikio, through host memory); the latter two with ``, buffered`` if the
+        file system has no direct I/O, all with ``, not preallocated`` if it could not give the
+        segments their blocks in advance."""
+        segments, engine = self._parts.segments, self._parts.engine
         path = "posix-direct" if segments.direct else "posix-buffered"
+        if engine is not None:
+            path = engine.path_taken if segments.direct else f"{engine.path_taken}, buffered"
         return path if segments.is_preallocated else f"{path}, not preallocated"
 
     def usage(self) -> TierUsage:
         """Return what is stored now."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             return TierUsage(
                 num_keys=len(self._parts.table),
@@ -135,19 +158,19 @@ class NvmeTier:
         May block on creating a segment file. Raises KeyExistsError, RangeError, TierFullError, or
         TransferError if the system refuses a new segment for another reason than room.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             validate_reserve(self._name, key, nbytes)
             return extent_of(self._parts.table.reserve(key, nbytes))
 
     def stat(self, key: TensorKey) -> Extent:
         """Return where `key` lies now; every overwrite moves it. Raises KeyAbsentError."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             return extent_of(self._page(key))
 
     def keys(self) -> Iterator[TensorKey]:
         """Iterate over a snapshot of the reserved keys."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             return iter([page.key for page in self._parts.table])
 
@@ -156,9 +179,18 @@ class NvmeTier:
 
         Uses `dst` up to its next page boundary if it has the capacity.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             page = self._valid_page(key, dst, offset)
             return self._parts.scheduler.submit_read(page, dst, offset)
+
+    def prefetch_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Prefetch:
+        """Submit a read that `read_into` overtakes and that can be given up; else the same.
+
+        See `SupportsPrefetch`. Waiting for it promotes it.
+        """
+        with self._lock:
+            page = self._valid_page(key, dst, offset)
+            return self._parts.scheduler.submit_prefetch(page, dst, offset)
 
     def write_from(self, key: TensorKey, src: Buffer, *, offset: int = 0) -> Completion:
         """Submit a write. See `Tier`; a failed one leaves the old bytes.
@@ -166,19 +198,19 @@ class NvmeTier:
         A write of part of a key copies the rest of it to the new extent: write whole keys where
         speed matters. May block on creating a segment file.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             page = self._valid_page(key, src, offset)
             return self._parts.scheduler.submit_write(page, src, offset)
 
     def discard(self, key: TensorKey) -> None:
         """Forget `key`. Its room is free when no transfer and no commit needs it any more."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             self._parts.table.discard(key)
 
     def flush(self) -> Completion:
         """Submit a commit: exactly what was submitted before is what the next open finds."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             return self._parts.scheduler.submit_commit()
 
@@ -188,7 +220,7 @@ class NvmeTier:
         Returns the bytes freed. Raises TransferError.
         """
         folder = self._parts.folder
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             mine = self._parts.segments.numbers() | self._parts.committer.named_segments()
             try:
@@ -208,7 +240,7 @@ class NvmeTier:
         if os.getpid() != self._pid:
             return
         parts = self._parts
-        with parts.scheduler.lock:
+        with self._lock:
             first, self._is_open = self._is_open, False
         if not first:
             self._closed.wait()
@@ -236,14 +268,19 @@ class NvmeTier:
             what = f"{self._name}: removing the tier"
             raise io_error(exc, what, folder.path, needed=0, calls=self._calls) from exc
 
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise TierClosedError(f"{self._name} at {self._parts.folder.path}: it was closed")
+    @property
+    def _lock(self) -> threading.Lock:
+        # A forked child is refused here: nobody there would release a lock that was held.
         if os.getpid() != self._pid:
             raise TierClosedError(
                 f"{self._name} at {self._parts.folder.path}: process {self._pid} opened it and "
                 "forked; transfers must be made there"
             )
+        return self._parts.scheduler.lock
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise TierClosedError(f"{self._name} at {self._parts.folder.path}: it was closed")
 
     def _page(self, key: TensorKey) -> Page:
         self._require_open()
@@ -257,9 +294,18 @@ class NvmeTier:
         return page
 
 
-def _opened_parts(folder: Folder, name: str, options: NvmeOptions, calls: SystemCalls) -> _Parts:
+def _memory_spaces(engine: FileEngine | None) -> frozenset[MemorySpace]:
+    if engine is None or engine.device is None:
+        return frozenset({MemorySpace.HOST})
+    return frozenset({MemorySpace.HOST, MemorySpace.DEVICE})
+
+
+def _opened_parts(
+    folder: Folder, name: str, options: NvmeOptions, calls: SystemCalls, engine: FileEngine | None
+) -> _Parts:
     direct = options.direct is DirectIo.AUTO and _probe_direct(folder, name, calls)
-    segments = SegmentStore(folder, tier_name=name, options=options, direct=direct, calls=calls)
+    access = FileAccess(direct=direct, calls=calls, engine=engine)
+    segments = SegmentStore(folder, tier_name=name, options=options, access=access)
     committer = Committer(folder, segments, tier_name=name, calls=calls)
     table = PageTable(segments, tier_name=name, options=options)
     manifest = committer.load()
@@ -270,19 +316,23 @@ def _opened_parts(folder: Folder, name: str, options: NvmeOptions, calls: System
             for segment in manifest.segments:
                 segments.open_existing(segment)
             committer.adopt(manifest, table.restore(manifest))
-        scheduler = TransferScheduler(
+        maker = NvmeMaker(
             table,
-            mover=BlockMover(segments, num_threads=options.num_threads),
+            mover=BlockMover(
+                segments,
+                num_threads=options.num_threads,
+                device=engine.device if engine else None,
+            ),
             committer=committer,
-            tier_name=name,
             options=options,
         )
+        scheduler = TransferScheduler(maker, tier_name=name, num_threads=options.num_threads)
     except BaseException:
         segments.close(keep=segments.numbers())
         raise
     return _Parts(
         folder=folder, segments=segments, table=table, committer=committer, scheduler=scheduler,
-        found=found,
+        found=found, engine=engine,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import ipaddress
@@ -16,6 +17,7 @@ from typing import Any, Final
 from zinf_core.errors import ConfigError, TransferError
 from zinf_core.units import KiB
 from zinf_storage.object_store.failures import failure_of, is_no_bucket
+from zinf_storage.object_store.names import is_ours
 from zinf_storage.object_store.options import Connection
 
 STREAM_NBYTES: Final = 256 * KiB
@@ -103,10 +105,12 @@ class Bucket:
             return None
 
     def names(self, folder: str, *, doing: str) -> dict[str, int]:
-        """Return name -> bytes of the objects whose names start with `folder` and a slash."""
+        """Return name -> bytes of the objects in `folder` that have names a tier gives; those of
+        somebody else do not exist for us."""
         with self._failures(doing, folder):
             pages = self._client.list(self._store, prefix=folder)
-            return {item["path"]: int(item["size"]) for page in pages for item in page}
+            sizes = {item["path"]: int(item["size"]) for page in pages for item in page}
+        return {name: nbytes for name, nbytes in sizes.items() if is_ours(name)}
 
     def delete(self, names: Iterable[str], *, doing: str) -> None:
         """Delete objects; those that are not there are no matter."""
@@ -119,6 +123,12 @@ class Bucket:
             except FileNotFoundError:
                 # Of several, some were deleted and the first missing one was reported.
                 self._delete_one_by_one(batch, doing)
+
+    def forget_folder(self, folder: str) -> None:
+        """Remove what a local file system keeps of a folder without objects. Services keep none."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # somebody's files are in it, or it never was
+                (self._folder / folder).rmdir()
 
     def make_durable(self, names: Iterable[str], *, doing: str) -> None:
         """See that the objects survive a power cut. Services did so before they answered."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Final
 
 from zinf_core.errors import TierError
 from zinf_storage.object_store.bucket import Bucket
 from zinf_storage.object_store.pages import PageTable
+from zinf_storage.transfers.transfer import Task
 
-_MUCH_GARBAGE: Final = 256
-"""Objects that are deleted without waiting for a flush."""
+_MUCH_GARBAGE: Final = 16
+"""Objects that are deleted without waiting for a flush: 128 MiB at the default part size."""
 
 
 class Sweeper:
@@ -26,16 +28,21 @@ class Sweeper:
         self._doing = f"{tier_name}: deleting old objects"
         self._refused = False
         """A sweep failed, and no later one succeeded yet."""
-        self.is_running = False
-        """A worker sweeps; a commit waits for it, it may need the room."""
+        self._is_running = False
+        """A sweep between two commits runs, or is about to."""
         self.is_urgent = False
         """A write failed; what it put may be what there was no room for."""
 
-    def is_due(self) -> bool:
-        """Return whether a worker should sweep now. Call with the lock held."""
-        if self.is_running or self._refused:
-            return False
-        return len(self._table.garbage) >= (1 if self.is_urgent else _MUCH_GARBAGE)
+    def due(self) -> Task | None:
+        """Return the sweep that should be run now, if any. Call with the lock held.
+
+        A commit waits for it: it may need the room.
+        """
+        num_names = 1 if self.is_urgent else _MUCH_GARBAGE
+        if self._is_running or self._refused or len(self._table.garbage) < num_names:
+            return None
+        self._is_running = True
+        return self._sweep_between
 
     def sweep(self) -> None:
         """Delete the garbage there is. Call without the lock. Blocks.
@@ -54,3 +61,10 @@ class Sweeper:
             raise
         with self._lock:
             self._refused = False
+
+    def _sweep_between(self) -> None:
+        # After a failure the names are garbage again; the next flush tries once more and tells.
+        with contextlib.suppress(TierError):
+            self.sweep()
+        with self._lock:
+            self._is_running = False

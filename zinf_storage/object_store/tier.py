@@ -20,15 +20,17 @@ from zinf_core.capabilities import MemorySpace, TierCapabilities, TierUsage
 from zinf_core.completion import Completion
 from zinf_core.errors import TierClosedError, TierFullError
 from zinf_core.keys import Extent, TensorKey
-from zinf_core.tier import validate_reserve, validate_transfer
+from zinf_core.tier import Prefetch, validate_reserve, validate_transfer
 from zinf_storage.object_store import lease, manifest, pages
 from zinf_storage.object_store.bucket import Bucket
 from zinf_storage.object_store.commit import Committer
 from zinf_storage.object_store.lease import WriterLease
+from zinf_storage.object_store.maker import ObjectMaker
 from zinf_storage.object_store.options import ObjectOptions
 from zinf_storage.object_store.pages import Page, PageTable, extent_of
-from zinf_storage.object_store.scheduler import TransferScheduler
+from zinf_storage.object_store.sweep import Sweeper
 from zinf_storage.object_store.transfer import PartMover
+from zinf_storage.transfers.scheduler import TransferScheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,8 @@ class _Parts:
     bucket: Bucket
     lease: WriterLease
     table: PageTable
-    scheduler: TransferScheduler
+    sweeper: Sweeper
+    scheduler: TransferScheduler[Page]
     found: FoundObjects
 
 
@@ -59,8 +62,9 @@ class ObjectTier:
     """Stores keys as objects below one prefix, on which it holds the writer's lease until `close`.
 
     Scratch memory: at most `num_threads` times (`part_nbytes` + 1 MiB); a part's worth only while
-    a write of some bytes of a part is under way. Thread-safe; a tier belongs to the process that
-    opened it, a forked child cannot use it.
+    a write of some bytes of a part is under way. A local folder is written through the page cache,
+    as obstore does. Up to 16 replaced parts wait to be deleted. Thread-safe; a tier belongs to the
+    process that opened it, a forked child cannot use it.
     """
 
     def __init__(self, name: str, parts: _Parts, *, options: ObjectOptions) -> None:
@@ -161,6 +165,15 @@ class ObjectTier:
             page = self._valid_page(key, dst, offset)
             return self._parts.scheduler.submit_read(page, dst, offset)
 
+    def prefetch_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Prefetch:
+        """Submit a read that `read_into` overtakes and that can be given up; else the same.
+
+        See `SupportsPrefetch`. Waiting for it promotes it.
+        """
+        with self._parts.scheduler.lock:
+            page = self._valid_page(key, dst, offset)
+            return self._parts.scheduler.submit_prefetch(page, dst, offset)
+
     def write_from(self, key: TensorKey, src: Buffer, *, offset: int = 0) -> Completion:
         """Submit a write. See `Tier`; a failed one leaves the old bytes.
 
@@ -222,11 +235,15 @@ class ObjectTier:
             self._closed.set()
 
     def remove(self) -> None:
-        """Close, then delete every object of the tier. Blocks. Raises TransferError."""
+        """Close, then delete every object of the tier, and none of somebody else's. Blocks.
+
+        Raises TransferError.
+        """
         self.close()
         bucket, doing = self._parts.bucket, f"{self._name}: removing the tier"
         for folder in (manifest.FOLDER, pages.FOLDER, lease.FOLDER):
             bucket.delete(bucket.names(folder, doing=doing), doing=doing)
+            bucket.forget_folder(folder)
 
     def _abandon(self) -> None:
         """Delete what no manifest names, and the lease, though one of the two may fail."""
@@ -235,7 +252,7 @@ class ObjectTier:
             for key in [page.key for page in parts.table]:
                 parts.table.discard(key)
         try:
-            parts.scheduler.sweeper.sweep()
+            parts.sweeper.sweep()
         finally:
             parts.lease.release()
 
@@ -286,12 +303,18 @@ def _opened_parts(bucket: Bucket, held: WriterLease, name: str, options: ObjectO
         num_left_over=len(left_over),
         left_over_nbytes=sum(left_over),
     )
-    scheduler = TransferScheduler(
+    lock = threading.Lock()
+    sweeper = Sweeper(table, bucket, lock=lock, tier_name=name)
+    maker = ObjectMaker(
         table,
-        bucket=bucket,
         mover=PartMover(bucket, verify_reads=options.verify_reads),
         committer=committer,
-        tier_name=name,
-        num_threads=options.num_threads,
+        sweeper=sweeper,
+        lock=lock,
     )
-    return _Parts(bucket=bucket, lease=held, table=table, scheduler=scheduler, found=found)
+    scheduler = TransferScheduler(
+        maker, tier_name=name, num_threads=options.num_threads, upkeep=sweeper.due
+    )
+    return _Parts(
+        bucket=bucket, lease=held, table=table, sweeper=sweeper, scheduler=scheduler, found=found
+    )

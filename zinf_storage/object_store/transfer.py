@@ -10,16 +10,17 @@ import numpy as np
 from zinf_core.buffers import Buffer
 from zinf_core.errors import CorruptDataError, InternalError
 from zinf_storage.checksum import digest_of
-from zinf_storage.nvme.completion import TransferCompletion
 from zinf_storage.object_store.bucket import Bucket
-from zinf_storage.object_store.pages import Page, Part, Version
+from zinf_storage.object_store.pages import Page, PageTable, Part, Version
+from zinf_storage.object_store.sweep import Sweeper
+from zinf_storage.transfers.completion import TransferCompletion
 
 _NOTHING: Final = range(0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReadTransfer:
-    """A read in flight. Belongs to its runners until the last one left."""
+    """A read in flight. Belongs to the workers until its last part was moved."""
 
     what: str
     completion: TransferCompletion
@@ -28,27 +29,35 @@ class ReadTransfer:
     nbytes: int
     source: Version
     """The version read; pinned."""
-
-    @classmethod
-    def of(cls, what: str, source: Version, dst: Buffer, offset: int) -> ReadTransfer:
-        """Return a read of `dst.nbytes` bytes (> 0) of the pinned `source`."""
-        return cls(
-            what=what,
-            completion=TransferCompletion(what),
-            buffer=dst,
-            offset=offset,
-            nbytes=dst.nbytes,
-            source=source,
-        )
+    table: PageTable
+    mover: PartMover
 
     def indices(self) -> range:
         """Return the parts to move."""
         return self.source.touched(self.offset, self.nbytes)
 
+    def block_nbytes(self, index: int) -> int:
+        """Return the bytes that part `index` brings."""
+        low, high = overlap(self, self.source.span(index))
+        return high - low
+
+    def move(self, index: int) -> None:
+        """Move one part. Blocks."""
+        self.mover.read(self, index)
+
+    def end(self, *, succeeded: bool) -> None:
+        """Drop the pin."""
+        del succeeded
+        self.table.unpin(self.source)
+
+    def release(self) -> None:
+        """Drop the caller's buffer."""
+        self.buffer = None
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WriteTransfer:
-    """A write, queued or in flight. Belongs to its runners from `begin` until the last one left."""
+    """A write, queued or in flight. Belongs to the workers from `begin` to the last part."""
 
     what: str
     completion: TransferCompletion
@@ -56,31 +65,51 @@ class WriteTransfer:
     offset: int
     nbytes: int
     page: Page
+    table: PageTable
+    mover: PartMover
+    sweeper: Sweeper
     source: Version | None = None
     """Version that the bytes outside the range come from; pinned."""
     target: Version | None = None
     """Version being made; pinned."""
     touched: range = _NOTHING
 
-    @classmethod
-    def of(cls, what: str, page: Page, src: Buffer, offset: int) -> WriteTransfer:
-        """Return a write of `src.nbytes` bytes (> 0) of `page`, not begun."""
-        return cls(
-            what=what,
-            completion=TransferCompletion(what),
-            buffer=src,
-            offset=offset,
-            nbytes=src.nbytes,
-            page=page,
-        )
+    def begin(self) -> None:
+        """Fix between which two versions the write happens. Raises TierFullError."""
+        self.target, self.touched = self.table.shadow(self.page, self.offset, self.nbytes)
+        self.source = self.table.pin(self.page.version)
 
-    def begin(self, source: Version, target: Version, touched: range) -> None:
-        """Fix between which two versions the write happens."""
-        self.source, self.target, self.touched = source, target, touched
+    def versions(self) -> tuple[Version, Version]:
+        """Return source and target. Raises InternalError before `begin`."""
+        if self.source is None or self.target is None:
+            raise InternalError(f"{self.what} was not begun")
+        return self.source, self.target
 
     def indices(self) -> range:
         """Return the parts to move."""
         return self.touched
+
+    def block_nbytes(self, index: int) -> int:
+        """Return the bytes that are put, old ones of a part included."""
+        return len(self.versions()[1].span(index))
+
+    def move(self, index: int) -> None:
+        """Move one part. Blocks."""
+        self.mover.write(self, index)
+
+    def flip(self) -> None:
+        """Make what was written the current version."""
+        self.table.flip(self.page, self.versions()[1])
+
+    def end(self, *, succeeded: bool) -> None:
+        """Drop the pins."""
+        self.sweeper.is_urgent |= not succeeded
+        for version in self.versions():
+            self.table.unpin(version)
+
+    def release(self) -> None:
+        """Drop the caller's buffer."""
+        self.buffer = None
 
 
 class PartMover:
@@ -95,31 +124,24 @@ class PartMover:
         self._bucket = bucket
         self._verify_reads = verify_reads
 
-    def move(self, transfer: ReadTransfer | WriteTransfer, index: int) -> None:
-        """Move part `index`. Blocks. Raises CorruptDataError, TransferError, TierFullError."""
-        if isinstance(transfer, ReadTransfer):
-            self._read(transfer, index)
-        else:
-            self._write(transfer, index)
-
-    def _read(self, transfer: ReadTransfer, index: int) -> None:
+    def read(self, transfer: ReadTransfer, index: int) -> None:
+        """Read what is wanted of part `index`. Blocks. Raises CorruptDataError, TransferError."""
         source = transfer.source
         part, span = source.parts[index], source.span(index)
-        low, high = _overlap(transfer, span)
+        low, high = overlap(transfer, span)
         view = _view(transfer, low, high)
         if part is None:
             np.asarray(view)[:] = 0
         else:
             self._fetch(part, view, offset=low - span.start, what=transfer.what)
 
-    def _write(self, transfer: WriteTransfer, index: int) -> None:
-        source, target = transfer.source, transfer.target
-        if source is None or target is None:
-            raise InternalError(f"{transfer.what} was not begun")
+    def write(self, transfer: WriteTransfer, index: int) -> None:
+        """Put part `index`. Blocks. Raises CorruptDataError, TransferError, TierFullError."""
+        source, target = transfer.versions()
         part, span = target.parts[index], target.span(index)
         if part is None:
             raise InternalError(f"{transfer.what} has no part {index}")
-        low, high = _overlap(transfer, span)
+        low, high = overlap(transfer, span)
         view = _view(transfer, low, high)
         if len(view) < part.nbytes:
             merged = memoryview(bytearray(part.nbytes))
@@ -151,7 +173,7 @@ class PartMover:
         )
 
 
-def _overlap(transfer: ReadTransfer | WriteTransfer, span: range) -> tuple[int, int]:
+def overlap(transfer: ReadTransfer | WriteTransfer, span: range) -> tuple[int, int]:
     """Return which bytes of the key are in both."""
     end = transfer.offset + transfer.nbytes
     return max(transfer.offset, span.start), min(end, span.stop)
