@@ -110,7 +110,7 @@ class FakeTransfer:
 
 def job(name: str, lane: Lane, num_blocks: int, first: int = 0) -> Job:
     transfer = FakeTransfer(name, num_blocks, first)
-    return Job.of(transfer, lane, lambda error: None)  # type: ignore[arg-type]
+    return Job.of(transfer, lane, lambda transfer, error: None)  # type: ignore[arg-type]
 
 
 def taken(backlog: Backlog) -> str:

@@ -8,10 +8,10 @@ together, and gives back what no index refers to. See the notes on versions and 
 from __future__ import annotations
 
 import os
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from zinf_core.buffers import Buffer
 from zinf_core.capabilities import TierCapabilities, TierUsage
@@ -24,6 +24,7 @@ from zinf_storage.chunked.names import MARK_LENGTH
 from zinf_storage.chunked.opening import OpenedParts, open_parts
 from zinf_storage.chunked.options import ChunkedOptions
 from zinf_storage.chunked.table import Entry
+from zinf_storage.transfers.ending import Ending
 
 
 def _new_mark() -> str:
@@ -57,7 +58,7 @@ class ChunkedTier:
         self._pid = os.getpid()
         self._is_open = True
         """False from the first `close` on: nothing new is taken, what was submitted goes on."""
-        self._closed = threading.Event()
+        self._ending = Ending()
 
     @classmethod
     def open(
@@ -225,20 +226,19 @@ class ChunkedTier:
     def _end(self, end_inners: Callable[[], None]) -> None:
         if os.getpid() != self._pid:
             return
+        with self._parts.scheduler.lock:
+            self._is_open = False
+        self._ending.run(partial(self._end_with, end_inners))
+
+    def _end_with(self, end_inners: Callable[[], None]) -> None:
         parts = self._parts
-        with parts.scheduler.lock:
-            first, self._is_open = self._is_open, False
-        if not first:
-            self._closed.wait()
-            return
         parts.scheduler.drain()
         parts.scheduler.shutdown()
         try:
             if not self.capabilities.persistent:
                 self._empty()
-            end_inners()
         finally:
-            self._closed.set()
+            end_inners()
 
     def _leave(self) -> None:
         """Give unused cells back, and let what waited for the room begin. May block."""

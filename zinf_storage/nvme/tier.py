@@ -33,6 +33,7 @@ from zinf_storage.nvme.pages import Page, PageTable, extent_of
 from zinf_storage.nvme.posix import FileAccess, io_error, supports_direct
 from zinf_storage.nvme.segments import SegmentStore
 from zinf_storage.nvme.syscalls import SystemCalls
+from zinf_storage.transfers.ending import Ending
 from zinf_storage.transfers.scheduler import TransferScheduler
 
 
@@ -75,7 +76,7 @@ class NvmeTier:
         self._pid = os.getpid()
         self._is_open = True
         """False from the first `close` on: nothing new is taken, what was submitted goes on."""
-        self._closed = threading.Event()
+        self._ending = Ending()
         self._capabilities = TierCapabilities(
             memory_spaces=_memory_spaces(parts.engine),
             offset_align=PAGE_NBYTES,
@@ -239,19 +240,18 @@ class NvmeTier:
         """
         if os.getpid() != self._pid:
             return
-        parts = self._parts
         with self._lock:
-            first, self._is_open = self._is_open, False
-        if not first:
-            self._closed.wait()
-            return
+            self._is_open = False
+        self._ending.run(self._end)
+
+    def _end(self) -> None:
+        parts = self._parts
         parts.scheduler.drain()
         parts.scheduler.shutdown()
         try:
             parts.segments.close(keep=parts.committer.named_segments())
         finally:
             parts.folder.unlock()
-            self._closed.set()
 
     def remove(self) -> None:
         """Close, then delete the tier's files, and its folder if `open` created it. Blocks.

@@ -30,6 +30,7 @@ from zinf_storage.object_store.options import ObjectOptions
 from zinf_storage.object_store.pages import Page, PageTable, extent_of
 from zinf_storage.object_store.sweep import Sweeper
 from zinf_storage.object_store.transfer import PartMover
+from zinf_storage.transfers.ending import Ending
 from zinf_storage.transfers.scheduler import TransferScheduler
 
 
@@ -75,7 +76,7 @@ class ObjectTier:
         self._pid = os.getpid()
         self._is_open = True
         """False from the first `close` on: nothing new is taken, what was submitted goes on."""
-        self._closed = threading.Event()
+        self._ending = Ending()
         self._capabilities = TierCapabilities(
             memory_spaces=frozenset({MemorySpace.HOST}),
             preferred_io_nbytes=options.part_nbytes,
@@ -221,18 +222,14 @@ class ObjectTier:
         """
         if os.getpid() != self._pid:
             return
-        scheduler = self._parts.scheduler
-        with scheduler.lock:
-            first, self._is_open = self._is_open, False
-        if not first:
-            self._closed.wait()
-            return
-        scheduler.drain()
-        scheduler.shutdown()
-        try:
-            self._abandon()
-        finally:
-            self._closed.set()
+        with self._parts.scheduler.lock:
+            self._is_open = False
+        self._ending.run(self._end)
+
+    def _end(self) -> None:
+        self._parts.scheduler.drain()
+        self._parts.scheduler.shutdown()
+        self._abandon()
 
     def remove(self) -> None:
         """Close, then delete every object of the tier, and none of somebody else's. Blocks.

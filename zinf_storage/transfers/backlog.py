@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from zinf_storage.transfers.lanes import FRESH, Lane, choose
 from zinf_storage.transfers.transfer import Task, Transfer
 
-OnEnd = Callable[[Exception | None], Task | None]
+OnEnd = Callable[[Any, Exception | None], Task | None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -19,8 +20,8 @@ class Job:
     transfer: Transfer
     lane: Lane
     on_end: OnEnd
-    """Called with the lock held and the first failure, None for success, when no worker has a block
-    any more. Returns what the worker is to do without the lock, if anything."""
+    """Called with `transfer` and the first failure, None for success, when no worker has a block
+    any more, the lock held. Returns what the worker is to do without the lock, if anything."""
     next_index: int
     """Block that a worker gets next."""
     end_index: int

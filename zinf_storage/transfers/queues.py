@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from zinf_core.errors import TierFullError
 from zinf_storage.transfers.completion import TransferCompletion
-from zinf_storage.transfers.transfer import Commit, Page, Write
+from zinf_storage.transfers.transfer import Commit, Page, Transfer, Write
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -29,6 +29,10 @@ class Queues:
     """Per page, in order of submission; only the first of each may run."""
     admission: deque[Write] = field(default_factory=deque)
     """Firsts of their page that do not run, in the order in which they may."""
+    finds_room_late: bool
+    """Whether writes look for room while they run, not when they begin."""
+    began: dict[Write, int] = field(default_factory=dict)
+    """If so, `num_ended` when each write that runs began."""
     starved: dict[Write, tuple[TierFullError, int]] = field(default_factory=dict)
     """Writes that ran and found no room: why, and `num_ended` when they began. They stay here while
     they run again."""
@@ -68,8 +72,34 @@ class Queues:
             if write in flush.waits_for:
                 flush.commit.include(write)
 
+    def end_read(self, read: Transfer, error: Exception | None) -> None:
+        """Settle a read."""
+        self.num_running -= 1
+        self.num_ended += 1
+        read.release()
+        read.completion.settle(error)
+
+    def begin_write(self, write: Write) -> None:
+        """Take the first write in `admission`, which runs now."""
+        self.admission.popleft()
+        self.num_running += 1
+        self.num_writing += 1
+        if self.finds_room_late:
+            self.began[write] = self.num_ended
+
+    def end_write(self, write: Write, error: Exception | None) -> None:
+        """Retire a write that ran, or let it be the next one to run if all it lacked was room."""
+        self.num_running -= 1
+        self.num_writing -= 1
+        if self.finds_room_late:
+            num_ended = self.began.pop(write)
+            if isinstance(error, TierFullError) and not write.page.discarded:
+                self._put_back(write, error, num_ended)
+                return
+        self.retire(write, error)
+
     def retire(self, write: Write, error: Exception | None) -> None:
-        """End the first write of its page, and make way for the next one."""
+        """Settle the first write of its page, and make way for the next one."""
         self.num_ended += 1
         write.release()
         queued = self.writes[write.page]
@@ -84,21 +114,11 @@ class Queues:
         write.completion.settle(error)
 
     def retire_flush(self, error: Exception | None) -> None:
-        """End the commit that runs."""
+        """Settle the commit that ran."""
         self.num_running -= 1
         self.num_ended += 1
         self.is_flushing = False
         self.flushes.popleft().completion.settle(error)
-
-    def put_back(self, write: Write, error: TierFullError, num_ended: int) -> None:
-        """Let a write that ran and found no room be the next one to run; it began when
-        `num_ended` was that."""
-        if write not in self.starved:
-            # What it gave back may be the room that another one did not find.
-            self.num_ended += 1
-            num_ended += 1
-        self.starved[write] = error, num_ended
-        self.admission.appendleft(write)
 
     def refusal(self) -> TierFullError | None:
         """Return why the first write in `admission` must not begin yet, None if it may: one that
@@ -109,3 +129,11 @@ class Queues:
             return next(iter(self.starved.values()))[0]
         error, num_ended = self.starved.get(self.admission[0], (None, 0))
         return None if self.num_ended > num_ended else error
+
+    def _put_back(self, write: Write, error: TierFullError, num_ended: int) -> None:
+        if write not in self.starved:
+            # What it gave back may be the room that another one did not find.
+            self.num_ended += 1
+            num_ended += 1
+        self.starved[write] = error, num_ended
+        self.admission.appendleft(write)

@@ -68,18 +68,20 @@ class BlockRunner:
         while True:
             taken, task = None, None
             with self._lock:
-                if moved is not None and self._backlog.finish(*moved):
-                    task = moved[0].on_end(moved[0].error)
+                if moved is not None:
+                    job, error = moved
+                    if self._backlog.finish(job, error):
+                        task = job.on_end(job.transfer, job.error)
                 if task is None:
                     taken = self._backlog.take()
                     if taken is None and not moving:
                         self._num_active -= 1
                         return
-            if task is not None:
+            if task is None:
+                moved = self._move(taken, moving)
+            else:
                 moved = None
                 task()
-            else:
-                moved = self._move(taken, moving)
 
     def _move(
         self, taken: tuple[Job, int] | None, moving: deque[tuple[Job, Step]]

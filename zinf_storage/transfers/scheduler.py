@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Generic
+from typing import Any, Generic
 
 from zinf_core.buffers import Buffer
 from zinf_core.completion import CompletedTransfer, Completion
@@ -35,7 +35,7 @@ from zinf_storage.transfers.transfer import (
     Write,
 )
 
-Settle = Callable[[Exception | None], None]
+Settle = Callable[[Any, Exception | None], None]
 
 
 class TransferScheduler(Generic[PageT_contra]):
@@ -65,9 +65,8 @@ class TransferScheduler(Generic[PageT_contra]):
         self._settled = threading.Condition(self.lock)
         self._maker = maker
         self._tier_name = tier_name
-        self._finds_room_late = finds_room_late
         self._upkeep = upkeep
-        self._queues = Queues()
+        self._queues = Queues(finds_room_late=finds_room_late)
         self._runner = BlockRunner(
             self.lock, num_threads=num_threads, window=window, tier_name=tier_name
         )
@@ -135,7 +134,7 @@ class TransferScheduler(Generic[PageT_contra]):
         with self.lock:
             if self._runner.withdraw(job):
                 what = f"{job.transfer.what} was cancelled before it began"
-                task = job.on_end(TransferCancelledError(what))
+                task = job.on_end(job.transfer, TransferCancelledError(what))
         if task is not None:
             task()
         return job.is_withdrawn
@@ -161,7 +160,9 @@ class TransferScheduler(Generic[PageT_contra]):
             with self.lock:
                 self.leave()
 
-    def _tidy(self, task: Task, settle: Settle, error: Exception | None) -> None:
+    def _tidy(
+        self, task: Task, settle: Callable[[Exception | None], None], error: Exception | None
+    ) -> None:
         """Do what is to be done before a transfer counts as ended."""
         try:
             task()
@@ -177,9 +178,11 @@ class TransferScheduler(Generic[PageT_contra]):
         """Start whatever can start, and fail the writes that nothing can help any more."""
         queues = self._queues
         while True:
-            refusal = self._admit_writes()
-            self._start_upkeep()
-            self._start_commit()
+            refusal = self._admit_writes() if queues.admission else None
+            if self._upkeep is not None and not queues.is_flushing:
+                self._start_upkeep(self._upkeep())
+            if queues.flushes:
+                self._start_commit()
             if refusal is None or queues.num_running:
                 break
             queues.retire(queues.admission.popleft(), refusal)
@@ -194,25 +197,20 @@ class TransferScheduler(Generic[PageT_contra]):
             refusal = queues.refusal()
             if refusal is not None:
                 return refusal
+            if write.page.discarded:
+                queues.retire(queues.admission.popleft(), None)
+                continue
             try:
-                if not write.page.discarded:
-                    write.begin()
+                write.begin()
             except TierFullError as exc:
                 return TierFullError(exc.errno, f"{write.what}: {exc.strerror}")
             except TierError as exc:
                 queues.retire(queues.admission.popleft(), without_frames(exc))
-                continue
-            queues.admission.popleft()
-            if write.page.discarded:
-                queues.retire(write, None)
             else:
                 self._launch_write(write)
         return None
 
-    def _start_upkeep(self) -> None:
-        if self._upkeep is None or self._queues.is_flushing:
-            return
-        task = self._upkeep()
+    def _start_upkeep(self, task: Task | None) -> None:
         if task is not None and self._runner.run_alone(partial(self._run_upkeep, task)):
             self.enter()
 
@@ -227,25 +225,23 @@ class TransferScheduler(Generic[PageT_contra]):
                 queues.retire_flush(exiting(f"{self._tier_name}: flush"))
 
     def _launch_read(self, read: Transfer, lane: Lane) -> Job:
-        settle = partial(self._settle_read, read)
-        job = Job.of(read, lane, partial(self._finish, read, settle))
-        self._launch(job, settle)
+        self._queues.num_running += 1
+        job = Job.of(read, lane, self._finish_read)
+        if not self._runner.run(job):
+            read.end(succeeded=False)
+            self._queues.end_read(read, exiting(read.what))
         return job
 
     def _launch_write(self, write: Write) -> None:
-        queues = self._queues
-        queues.num_writing += 1
-        settle = partial(self._settle_write, write, queues.num_ended)
-        job = Job.of(write, Lane.WRITE_BACK, partial(self._finish_write, write, settle))
-        self._launch(job, settle)
+        self._queues.begin_write(write)
+        if not self._runner.run(Job.of(write, Lane.WRITE_BACK, self._finish_write)):
+            write.end(succeeded=False)
+            self._queues.end_write(write, exiting(write.what))
 
-    def _launch(self, job: Job, settle: Settle) -> None:
-        self._queues.num_running += 1
-        if not self._runner.run(job):
-            job.transfer.end(succeeded=False)
-            settle(exiting(job.transfer.what))
+    def _finish_read(self, read: Transfer, error: Exception | None) -> Task | None:
+        return self._finish(read, self._queues.end_read, error)
 
-    def _finish_write(self, write: Write, settle: Settle, error: Exception | None) -> Task | None:
+    def _finish_write(self, write: Write, error: Exception | None) -> Task | None:
         """Flip the page and the commits that wait for the write, then as `_finish`."""
         if error is None:
             try:
@@ -254,7 +250,7 @@ class TransferScheduler(Generic[PageT_contra]):
             except InternalError as exc:
                 # A bug of ours; whoever waits must hear of it rather than wait for ever.
                 error = without_frames(exc)
-        return self._finish(write, settle, error)
+        return self._finish(write, self._queues.end_write, error)
 
     def _finish(self, transfer: Transfer, settle: Settle, error: Exception | None) -> Task | None:
         """Drop what the transfer held and settle it; return how, if not at once."""
@@ -264,23 +260,7 @@ class TransferScheduler(Generic[PageT_contra]):
         except InternalError as exc:
             error = without_frames(exc)
         if task is not None:
-            return partial(self._tidy, task, settle, error)
-        settle(error)
+            return partial(self._tidy, task, partial(settle, transfer), error)
+        settle(transfer, error)
         self._pump()
         return None
-
-    def _settle_read(self, read: Transfer, error: Exception | None) -> None:
-        self._queues.num_running -= 1
-        self._queues.num_ended += 1
-        read.release()
-        read.completion.settle(error)
-
-    def _settle_write(self, write: Write, num_ended: int, error: Exception | None) -> None:
-        queues = self._queues
-        queues.num_running -= 1
-        queues.num_writing -= 1
-        may_wait = self._finds_room_late and not write.page.discarded
-        if may_wait and isinstance(error, TierFullError):
-            queues.put_back(write, error, num_ended)
-        else:
-            queues.retire(write, error)
