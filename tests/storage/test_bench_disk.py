@@ -184,3 +184,25 @@ def test_refusals(tmp_path: Path) -> None:
     for url in ("nvme:///proc", "nvme:///proc/new"):
         with pytest.raises(ConfigError, match="cannot write in /proc"), scratch_of(url):
             pass
+
+
+def test_what_others_made_meanwhile_stays(tmp_path: Path) -> None:
+    """Catches a new folder deleted with what somebody else put into its parents."""
+    theirs = tmp_path / "new" / "theirs"
+    with scratch_of(f"nvme://{tmp_path}/new/deep/zinf"):
+        (tmp_path / "new" / "deep" / "zinf").mkdir(parents=True)
+        theirs.mkdir()
+        (theirs / "x").write_text("precious")
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "new", theirs, theirs / "x"]
+
+
+def test_dangling_link_is_refused(tmp_path: Path) -> None:
+    """Catches a drive that is not mounted, measured on the root drive, and its link deleted."""
+    link = tmp_path / "data"
+    link.symlink_to(tmp_path / "not_mounted")
+    with (
+        pytest.raises(ConfigError, match="not_mounted, which does not exist; mount the drive"),
+        scratch_of(f"nvme://{link}/zinf"),
+    ):
+        pass
+    assert link.is_symlink()

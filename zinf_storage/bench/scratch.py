@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,19 +65,22 @@ def scratch_of(url: str) -> Iterator[Scratch]:
     """Return a place to measure `url` in, and delete it on leaving.
 
     A folder that exists is not touched: a new one inside it is used. What does not exist yet is
-    created by the tier and deleted afterwards, parents that were created with it included; a file
-    that exists (a data base) is used as it is. Raises ConfigError if a folder cannot be written.
+    created by the tier and deleted afterwards, and so are parents that were created with it and
+    are empty; a file that exists (a data base) is used as it is. Raises ConfigError if a folder
+    cannot be written.
     """
     made: list[Path] = []
     paths: list[Path] = []
+    absent: list[Path] = []
     try:
-        yield Scratch(url=_moved(url, made, paths), candidates=tuple(paths))
+        moved = _moved(url, made, paths)
+        absent += map(_first_absent, made)
+        yield Scratch(url=moved, candidates=tuple(paths))
     finally:
         for path in made:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            _delete(path)
+        for path, top in zip(made, absent, strict=False):
+            _delete_empty_parents(path, top)
 
 
 def existing_folder(path: Path) -> Path:
@@ -140,11 +143,33 @@ def _moved(url: str, made: list[Path], paths: list[Path]) -> str:
         made.append(path)
         url = format_url(replace(parsed, path=f"{prefix}{path.absolute()}"))
     elif not path.exists():
-        made.append(_first_absent(path))
+        top = _first_absent(path)
+        if top.is_symlink():
+            raise ConfigError(
+                f"{url}: {top} is a link to {top.readlink()}, which does not exist; mount the "
+                "drive, or name another folder"
+            )
+        made.append(path.absolute())
         if path.is_absolute():
             _require_writable(existing_folder(path), url)
     paths.append(path)
     return url
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+
+
+def _delete_empty_parents(path: Path, top: Path) -> None:
+    """Remove folders from above `path` up to `top`, as far as nobody put anything in them."""
+    for parent in path.parents:
+        if not parent.is_relative_to(top):
+            return
+        with suppress(OSError):
+            parent.rmdir()
 
 
 def _fresh_folder(folder: Path, url: str) -> Path:
