@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from zinf_core.errors import ConfigError
+
 
 class StateKind(enum.Enum):
     """Which model state of a parameter a key names (paper, section 2: model states)."""
@@ -27,6 +29,12 @@ class TensorKey:
     kind_value: str
     part: str = ""
     """Which of several tensors of this kind, e.g. ``"exp_avg"``; empty when there is one."""
+
+    def __post_init__(self) -> None:
+        """Refuse parts that are not text: a tier that stored them could not read them back."""
+        for text in (self.name, self.kind_value, self.part):
+            if not isinstance(text, str):
+                raise ConfigError(f"{text!r} in a TensorKey is a {type(text).__name__}, not a str")
 
     @classmethod
     def of(cls, name: str, kind: StateKind, part: str = "") -> TensorKey:

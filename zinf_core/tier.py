@@ -172,7 +172,10 @@ def reclaim_tier(tier: Tier) -> int:
 
 
 def validate_reserve(tier_name: str, key: TensorKey, nbytes: int) -> None:
-    """Raise RangeError unless `nbytes` is a possible size. For use by tiers."""
+    """Raise RangeError unless `nbytes` is a possible size, ConfigError unless it is an int. For use
+    by tiers."""
+    if type(nbytes) is not int:
+        raise ConfigError(f"{tier_name}: nbytes = {nbytes!r} for {key} is no int; write int(...)")
     if nbytes < 0:
         raise RangeError(f"{tier_name}: cannot reserve {nbytes} bytes for {key}")
 
@@ -188,8 +191,11 @@ def validate_transfer(
 ) -> None:
     """Raise what law 10 asks for at submit. For use by tiers.
 
-    Raises RangeError, AlignmentError, UnsupportedBufferError, or ConfigError for no Buffer.
+    Raises RangeError, AlignmentError, UnsupportedBufferError, or ConfigError for no Buffer or an
+    offset that is no int.
     """
+    if type(offset) is not int:
+        raise ConfigError(f"{tier_name}: offset = {offset!r} of {key} is no int; write int(...)")
     if not isinstance(getattr(buffer, "space", None), MemorySpace):
         raise ConfigError(f"{tier_name}: {type(buffer).__name__} is not a Buffer")
     if not capabilities.takes(buffer.space):

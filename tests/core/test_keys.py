@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from zinf_core.errors import ConfigError
 from zinf_core.keys import Extent, StateKind, TensorKey
 
 
@@ -78,3 +79,10 @@ def test_keys_and_extents_are_frozen(thing: object) -> None:
     for field in dataclasses.fields(thing):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, field.name, 1)
+
+
+@pytest.mark.parametrize("parts", [(1, "param", ""), ("w", None, ""), ("w", "param", b"x")])
+def test_parts_must_be_text(parts: tuple[object, object, object]) -> None:
+    """Catches a key that a tier stores and cannot read back, and all other keys with it."""
+    with pytest.raises(ConfigError, match="not a str"):
+        TensorKey(*parts)  # type: ignore[arg-type]

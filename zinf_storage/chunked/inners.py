@@ -215,6 +215,9 @@ class InnerTiers:
 def _merged(tier_name: str, errors: Sequence[Exception]) -> TierError:
     """Return one error of the tree for failures of several tiers."""
     text = "; ".join(str(error) for error in errors)
-    merged = TransferError(errno.EIO, f"{tier_name}: flush failed on {len(errors)} tiers: {text}")
+    what = f"{tier_name}: flush failed on {len(errors)} tiers: {text}"
+    merged: TierError = TransferError(errno.EIO, what)
+    if all(isinstance(error, TierFullError) for error in errors):
+        merged = TierFullError(errno.ENOSPC, what)
     merged.__cause__ = ExceptionGroup("flush", errors)
     return merged
