@@ -74,7 +74,7 @@ $(STAMP):
 	  echo "could not create .venv: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
 	$(SAY) "installing zinf and what it needs, once (torch is large)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-	  -c constraints.txt -e '.[torch,hf,object,compress,testing,dev]'
+	  -c constraints.txt -e '.[torch,hf,object,compress,bench,testing,dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  -c constraints.txt $(KVIKIO) || echo "kvikio is not to be had: its tests will be skipped" >&2
 	@rm -f .venv/installed-*

@@ -24,6 +24,7 @@ import datetime
 import importlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,8 @@ SECTIONS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is asked for and return the exit code."""
+    # A shell that starts it in the background would have it ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = _parser()
     args = parser.parse_args(argv)
     if not args.folder.is_dir():

@@ -102,9 +102,13 @@ class Traffic:
             self._check(item)
 
     def cancel(self, item: Pending) -> None:
-        """Give `item` up if it is a prefetch that can be; its buffer is free then."""
+        """Give `item` up if it is a prefetch that can be, and end it if it cannot any more: which
+        of the two depends on the tier's speed, and what comes next must not."""
         prefetch = item.prefetch if isinstance(item, PendingRead) else None
-        if prefetch is None or not prefetch.cancel():
+        if prefetch is None:
+            return
+        if not prefetch.cancel():
+            self.settle([item])
             return
         with pytest.raises(TransferCancelledError):
             prefetch.wait(timeout_s=self._timeout_s)
