@@ -208,6 +208,19 @@ def validate_transfer(
         raise RangeError(
             f"{tier_name}: bytes {offset} to {end} lie outside {key} of {stored_nbytes} bytes"
         )
+    _require_aligned(tier_name, key, stored_nbytes, buffer, offset, capabilities=capabilities)
+
+
+def _require_aligned(
+    tier_name: str,
+    key: TensorKey,
+    stored_nbytes: int,
+    buffer: Buffer,
+    offset: int,
+    *,
+    capabilities: TierCapabilities,
+) -> None:
+    end = offset + buffer.nbytes
     if offset % capabilities.offset_align:
         raise AlignmentError(
             f"{tier_name}: offset {offset} of {key} is not a multiple of "

@@ -28,6 +28,15 @@ ENTRY = ManifestEntry(
     part_nbytes=8,
     parts=(FIRST, SECOND),
 )
+
+
+def unchecked_key(name: str, kind_value: object) -> TensorKey:
+    """Return a key that its constructor refuses."""
+    key = TensorKey.of(name, StateKind.PARAM)
+    object.__setattr__(key, "kind_value", kind_value)
+    return key
+
+
 EMPTY = ManifestEntry(key=TensorKey.of("e", StateKind.PARAM), nbytes=0, part_nbytes=8, parts=())
 UNWRITTEN = replace(EMPTY, key=TensorKey.of("u", StateKind.PARAM), nbytes=9, parts=(None, None))
 MANIFEST = Manifest(generation=7, entries=(ENTRY, EMPTY, UNWRITTEN))
@@ -59,7 +68,7 @@ def test_every_damage_is_noticed() -> None:
         replace(ENTRY, parts=(FIRST, replace(SECOND, name="parts/../x"))),
         replace(ENTRY, parts=(FIRST, replace(SECOND, name="manifests/1.zinf"))),
         replace(ENTRY, parts=(FIRST, replace(SECOND, name=""))),
-        replace(ENTRY, key=TensorKey("w", 5)),
+        replace(ENTRY, key=unchecked_key("w", 5)),
         UNWRITTEN,
     ],
 )

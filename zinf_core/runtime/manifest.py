@@ -1,32 +1,26 @@
 """Manifest: what is stored where, as of one commit.
 
-On disk: a header (magic, version, body length), a msgpack body, and a BLAKE2b digest of both. A
-manifest is believed only after its digest, its types and all its numbers were checked.
+On disk it is a record (see `zinf_core.runtime.record`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol
-
-import msgpack
+from typing import Final, Protocol
 
 from zinf_core.errors import CorruptDataError
 from zinf_core.keys import TensorKey
+from zinf_core.runtime.record import RecordFormat, number, sequence, text
 from zinf_core.units import PAGE_NBYTES, GiB
 
 MANIFEST_VERSION: Final = 1
 """Layout written by this module; larger numbers are refused."""
 
-_MAGIC: Final = b"zinf-mf\n"
-_HEADER: Final = struct.Struct("<8sIQ")
-_DIGEST_NBYTES: Final = 16
+_FORMAT: Final = RecordFormat(b"zinf-mf\n", MANIFEST_VERSION)
 _MAX_NBYTES: Final = 1 << 62
 _MAX_BLOCK_NBYTES: Final = GiB
 
@@ -171,9 +165,7 @@ def serialize(manifest: Manifest) -> bytes:
         "segments": [[s.number, s.name, s.nbytes] for s in manifest.segments],
         "entries": [_packed_entry(entry) for entry in manifest.entries],
     }
-    packed: bytes = msgpack.packb(body, unicode_errors="surrogatepass")
-    framed = _HEADER.pack(_MAGIC, MANIFEST_VERSION, len(packed)) + packed
-    return framed + _digest(framed)
+    return _FORMAT.seal(body)
 
 
 def parse(data: bytes, *, path: str) -> Manifest:
@@ -183,7 +175,7 @@ def parse(data: bytes, *, path: str) -> Manifest:
     version, types, numbers out of range, extents that overlap or leave their segment.
     """
     try:
-        manifest = _decode(_checked_body(data))
+        manifest = _decode(_FORMAT.unseal(data))
         _check_segments(manifest.segments)
         _check_entries(manifest)
     except ValueError as exc:
@@ -192,10 +184,6 @@ def parse(data: bytes, *, path: str) -> Manifest:
             "empty"
         ) from exc
     return manifest
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_NBYTES).digest()
 
 
 def _packed_entry(entry: ManifestEntry) -> list[object]:
@@ -209,91 +197,49 @@ def _packed_entry(entry: ManifestEntry) -> list[object]:
     ]
 
 
-def _checked_body(data: bytes) -> memoryview:
-    view = memoryview(data)
-    if len(view) < _HEADER.size + _DIGEST_NBYTES:
-        raise ValueError(f"only {len(view)} bytes long")
-    magic, version, body_nbytes = _HEADER.unpack_from(view)
-    if magic != _MAGIC:
-        raise ValueError("does not begin like a zinf manifest")
-    if version > MANIFEST_VERSION or version < 1:
-        raise ValueError(
-            f"has version {version}, this release reads up to {MANIFEST_VERSION}; a newer release "
-            "wrote it"
-        )
-    end = len(view) - _DIGEST_NBYTES
-    if body_nbytes != end - _HEADER.size:
-        raise ValueError(f"announces {body_nbytes} bytes and holds {end - _HEADER.size}")
-    if _digest(view[:end]) != view[end:]:
-        raise ValueError("fails its checksum")
-    return view[_HEADER.size : end]
-
-
-def _decode(body: memoryview) -> Manifest:
-    # Counts larger than the body are refused by msgpack before it allocates anything.
-    raw = msgpack.unpackb(body, unicode_errors="surrogatepass", strict_map_key=True)
+def _decode(raw: object) -> Manifest:
     if not isinstance(raw, dict) or set(raw) != {"generation", "segments", "entries"}:
         raise ValueError("has other fields than generation, segments and entries")
     return Manifest(
-        generation=_number(raw["generation"], "generation", low=1),
-        segments=tuple(_decoded_segment(item) for item in _sequence(raw["segments"], "segments")),
-        entries=tuple(_decoded_entry(item) for item in _sequence(raw["entries"], "entries")),
+        generation=number(raw["generation"], "generation", low=1, high=_MAX_NBYTES),
+        segments=tuple(_decoded_segment(item) for item in sequence(raw["segments"], "segments")),
+        entries=tuple(_decoded_entry(item) for item in sequence(raw["entries"], "entries")),
     )
 
 
 def _decoded_segment(item: object) -> ManifestSegment:
-    number, name, nbytes = _sequence(item, "segment", length=3)
+    raw_number, name, nbytes = sequence(item, "segment", lengths=(3,))
     return ManifestSegment(
-        number=_number(number, "segment number"),
-        name=_text(name, "segment name"),
-        nbytes=_number(nbytes, "segment size"),
+        number=number(raw_number, "segment number", high=_MAX_NBYTES),
+        name=text(name, "segment name"),
+        nbytes=number(nbytes, "segment size", high=_MAX_NBYTES),
     )
 
 
 def _decoded_entry(item: object) -> ManifestEntry:
-    raw_key, nbytes, block_nbytes, raw_regions, raw_checksums = _sequence(item, "entry", length=5)
-    name, kind_value, part = (_text(x, "key") for x in _sequence(raw_key, "key", length=3))
+    raw_key, nbytes, block_nbytes, raw_regions, raw_checksums = sequence(
+        item, "entry", lengths=(5,)
+    )
+    name, kind_value, part = (text(x, "key") for x in sequence(raw_key, "key", lengths=(3,)))
     return ManifestEntry(
         key=TensorKey(name, kind_value, part),
-        nbytes=_number(nbytes, "key size"),
-        block_nbytes=_number(block_nbytes, "block size", low=1, high=_MAX_BLOCK_NBYTES),
-        regions=tuple(_decoded_region(raw) for raw in _sequence(raw_regions, "extent list")),
+        nbytes=number(nbytes, "key size", high=_MAX_NBYTES),
+        block_nbytes=number(block_nbytes, "block size", low=1, high=_MAX_BLOCK_NBYTES),
+        regions=tuple(_decoded_region(raw) for raw in sequence(raw_regions, "extent list")),
         checksums=tuple(
-            None if raw is None else _number(raw, "checksum", high=(1 << 64) - 1)
-            for raw in _sequence(raw_checksums, "checksum list")
+            None if raw is None else number(raw, "checksum")
+            for raw in sequence(raw_checksums, "checksum list")
         ),
     )
 
 
 def _decoded_region(item: object) -> Region:
-    segment, offset, nbytes = _sequence(item, "extent", length=3)
+    segment, offset, nbytes = sequence(item, "extent", lengths=(3,))
     return Region(
-        segment=_number(segment, "extent segment"),
-        offset=_number(offset, "extent offset"),
-        nbytes=_number(nbytes, "extent size", low=1),
+        segment=number(segment, "extent segment", high=_MAX_NBYTES),
+        offset=number(offset, "extent offset", high=_MAX_NBYTES),
+        nbytes=number(nbytes, "extent size", low=1, high=_MAX_NBYTES),
     )
-
-
-def _number(value: object, what: str, *, low: int = 0, high: int = _MAX_NBYTES) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{what} is {type(value).__name__}, not a number")
-    if not low <= value <= high:
-        raise ValueError(f"{what} {value} is not within {low} to {high}")
-    return value
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is {type(value).__name__}, not text")  # noqa: TRY004
-    return value
-
-
-def _sequence(value: Any, what: str, *, length: int | None = None) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{what} is {type(value).__name__}, not a list")  # noqa: TRY004
-    if length is not None and len(value) != length:
-        raise ValueError(f"{what} has {len(value)} fields instead of {length}")
-    return value
 
 
 def _check_segments(segments: tuple[ManifestSegment, ...]) -> None:

@@ -1,21 +1,17 @@
 """Index: which chunks hold which bytes of which keys, as of one commit. Pure.
 
-Stored as a header (magic, version, body length), a msgpack body, and a BLAKE2b digest of both. An
-index is believed only after its digest, its types and all its numbers were checked.
+Stored as a record (see `zinf_core.runtime.record`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-import struct
 from dataclasses import dataclass
-from typing import Any, Final
-
-import msgpack
+from typing import Final
 
 from zinf_core.errors import CorruptDataError
 from zinf_core.keys import TensorKey
+from zinf_core.runtime.record import RecordFormat, number, sequence, text
 from zinf_core.units import PAGE_NBYTES
 from zinf_storage.chunked.names import MARK_LENGTH
 from zinf_storage.chunked.shuffle import WIDTHS
@@ -23,10 +19,7 @@ from zinf_storage.chunked.shuffle import WIDTHS
 INDEX_VERSION: Final = 1
 """Layout written by this module; larger numbers are refused."""
 
-_MAGIC: Final = b"zinf-ix\n"
-_HEADER: Final = struct.Struct("<8sIQ")
-_DIGEST_NBYTES: Final = 16
-_MAX_NUMBER: Final = (1 << 64) - 1
+_FORMAT: Final = RecordFormat(b"zinf-ix\n", INDEX_VERSION)
 _MARK: Final = re.compile(rf"[0-9a-f]{{{MARK_LENGTH}}}")
 _FIELDS: Final = frozenset(
     {"number", "mark", "scheme", "chunk_nbytes", "num_inner", "next_generation", "entries"}
@@ -95,9 +88,7 @@ def serialize(index: Index) -> bytes:
         "next_generation": index.next_generation,
         "entries": [_packed(entry) for entry in index.entries],
     }
-    packed: bytes = msgpack.packb(body, unicode_errors="surrogatepass")
-    framed = _HEADER.pack(_MAGIC, INDEX_VERSION, len(packed)) + packed
-    return framed + _digest(framed)
+    return _FORMAT.seal(body)
 
 
 def parse(data: bytes, *, where: str) -> Index:
@@ -107,18 +98,14 @@ def parse(data: bytes, *, where: str) -> Index:
     version, types, numbers out of range, chunks that do not make up their key.
     """
     try:
-        index = _decode(_checked_body(data))
+        index = _decode(_FORMAT.unseal(data))
         _check(index)
     except ValueError as exc:
         raise CorruptDataError(
-            f"{where}: the index {exc}; restore the inner tiers from a copy, or empty all of them "
-            "to start anew"
+            f"{where}: the index cannot be read: {exc}; restore the inner tiers from a copy, or "
+            "empty all of them to start anew"
         ) from exc
     return index
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_NBYTES).digest()
 
 
 def _packed(entry: IndexEntry) -> list[object]:
@@ -138,86 +125,43 @@ def _packed_chunk(chunk: IndexChunk) -> list[object]:
     return [*where, content.stored_nbytes, content.checksum, content.codec, content.width]
 
 
-def _checked_body(data: bytes) -> memoryview:
-    view = memoryview(data)
-    if len(view) < _HEADER.size + _DIGEST_NBYTES:
-        raise ValueError(f"has only {len(view)} bytes")
-    magic, version, body_nbytes = _HEADER.unpack_from(view)
-    if magic != _MAGIC:
-        raise ValueError("does not begin like one")
-    if version > INDEX_VERSION or version < 1:
-        raise ValueError(
-            f"has version {version}, this release reads up to {INDEX_VERSION}; a newer one wrote it"
-        )
-    end = len(view) - _DIGEST_NBYTES
-    if body_nbytes != end - _HEADER.size:
-        raise ValueError(f"announces {body_nbytes} bytes and holds {end - _HEADER.size}")
-    if _digest(view[:end]) != view[end:]:
-        raise ValueError("fails its checksum")
-    return view[_HEADER.size : end]
-
-
-def _decode(body: memoryview) -> Index:
-    # Counts larger than the body are refused by msgpack before it allocates anything.
-    raw = msgpack.unpackb(body, unicode_errors="surrogatepass", strict_map_key=True)
+def _decode(raw: object) -> Index:
     if not isinstance(raw, dict) or set(raw) != _FIELDS:
         raise ValueError(f"has other fields than {', '.join(sorted(_FIELDS))}")
     return Index(
-        number=_number(raw["number"], "number", low=1),
-        mark=_text(raw["mark"], "mark"),
-        scheme=_text(raw["scheme"], "scheme"),
-        chunk_nbytes=_number(raw["chunk_nbytes"], "chunk size", low=PAGE_NBYTES),
-        num_inner=_number(raw["num_inner"], "count of inner tiers", low=1),
-        next_generation=_number(raw["next_generation"], "next generation"),
-        entries=tuple(_decoded_entry(item) for item in _sequence(raw["entries"], "entries")),
+        number=number(raw["number"], "number", low=1),
+        mark=text(raw["mark"], "mark"),
+        scheme=text(raw["scheme"], "scheme"),
+        chunk_nbytes=number(raw["chunk_nbytes"], "chunk size", low=PAGE_NBYTES),
+        num_inner=number(raw["num_inner"], "count of inner tiers", low=1),
+        next_generation=number(raw["next_generation"], "next generation"),
+        entries=tuple(_decoded_entry(item) for item in sequence(raw["entries"], "entries")),
     )
 
 
 def _decoded_entry(item: object) -> IndexEntry:
-    raw_key, nbytes, raw_chunks = _sequence(item, "entry", lengths=(3,))
-    name, kind_value, part = (_text(x, "key") for x in _sequence(raw_key, "key", lengths=(3,)))
+    raw_key, nbytes, raw_chunks = sequence(item, "entry", lengths=(3,))
+    name, kind_value, part = (text(x, "key") for x in sequence(raw_key, "key", lengths=(3,)))
     return IndexEntry(
         key=TensorKey(name, kind_value, part),
-        nbytes=_number(nbytes, "key size"),
-        chunks=tuple(_decoded_chunk(raw) for raw in _sequence(raw_chunks, "chunk list")),
+        nbytes=number(nbytes, "key size"),
+        chunks=tuple(_decoded_chunk(raw) for raw in sequence(raw_chunks, "chunk list")),
     )
 
 
 def _decoded_chunk(item: object) -> IndexChunk:
-    fields = _sequence(item, "chunk", lengths=(3, 7))
-    inner, generation, room_nbytes = (_number(field, "chunk field") for field in fields[:3])
+    fields = sequence(item, "chunk", lengths=(3, 7))
+    inner, generation, room_nbytes = (number(field, "chunk field") for field in fields[:3])
     content = None
     if len(fields) == 7:
         stored_nbytes, checksum, codec, width = fields[3:]
         content = Content(
-            stored_nbytes=_number(stored_nbytes, "stored size"),
-            checksum=None if checksum is None else _number(checksum, "checksum"),
-            codec=_text(codec, "codec"),
-            width=_number(width, "width"),
+            stored_nbytes=number(stored_nbytes, "stored size"),
+            checksum=None if checksum is None else number(checksum, "checksum"),
+            codec=text(codec, "codec"),
+            width=number(width, "width"),
         )
     return IndexChunk(inner=inner, generation=generation, room_nbytes=room_nbytes, content=content)
-
-
-def _number(value: object, what: str, *, low: int = 0) -> int:
-    if type(value) is not int:
-        raise ValueError(f"has {type(value).__name__} for a {what}, not a number")
-    if not low <= value <= _MAX_NUMBER:
-        raise ValueError(f"has {value} for a {what}")
-    return value
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"has {type(value).__name__} for a {what}, not text")  # noqa: TRY004
-    return value
-
-
-def _sequence(value: Any, what: str, *, lengths: tuple[int, ...] = ()) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"has {type(value).__name__} for a {what}, not a list")  # noqa: TRY004
-    if lengths and len(value) not in lengths:
-        raise ValueError(f"has {len(value)} fields in a {what}")
-    return value
 
 
 def _check(index: Index) -> None:
@@ -232,11 +176,11 @@ def _check(index: Index) -> None:
 def _check_entry(entry: IndexEntry, index: Index) -> None:
     if len(entry.chunks) != -(-entry.nbytes // index.chunk_nbytes):
         raise ValueError(f"has {len(entry.chunks)} chunks for {entry.key} of {entry.nbytes} bytes")
-    for number, chunk in enumerate(entry.chunks):
-        nbytes = min(index.chunk_nbytes, entry.nbytes - number * index.chunk_nbytes)
+    for place, chunk in enumerate(entry.chunks):
+        nbytes = min(index.chunk_nbytes, entry.nbytes - place * index.chunk_nbytes)
         if chunk.inner >= index.num_inner or chunk.generation >= index.next_generation:
             raise ValueError(
-                f"has generation {chunk.generation} on inner tier {chunk.inner} for chunk {number} "
+                f"has generation {chunk.generation} on inner tier {chunk.inner} for chunk {place} "
                 f"of {entry.key}, which cannot be"
             )
         if chunk.room_nbytes > nbytes or (chunk.content is None and chunk.room_nbytes < nbytes):

@@ -1,31 +1,22 @@
 """Manifest: which objects hold which keys, as of one flush; itself one object.
 
-Its bytes: a header (magic, layout, body length), a msgpack body, and a BLAKE2b digest of both. It
-is believed only after digest, types and numbers were checked.
+Its bytes are a record (see `zinf_core.runtime.record`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-import struct
 from dataclasses import dataclass
-from typing import Any, Final
-
-import msgpack
+from typing import Final
 
 from zinf_core.errors import CorruptDataError
 from zinf_core.keys import TensorKey
+from zinf_core.runtime.record import RecordFormat, number, sequence, text
+from zinf_storage.object_store.names import is_part
 
-LAYOUT: Final = 1
-"""Layout written by this module; others are refused."""
 FOLDER: Final = "manifests"
 
-_MAGIC: Final = b"zinf-ob\n"
-_HEADER: Final = struct.Struct("<8sIQ")
-_DIGEST_NBYTES: Final = 16
-_MAX_NUMBER: Final = (1 << 64) - 1
-_OBJECT_NAME: Final = re.compile(r"parts/[a-z0-9.-]{1,128}")
+_FORMAT: Final = RecordFormat(b"zinf-ob\n", 1)
 _MANIFEST_NAME: Final = re.compile(FOLDER + r"/(\d{12})\.zinf")
 
 
@@ -73,10 +64,7 @@ def generation_of(name: str) -> int | None:
 
 def serialize(manifest: Manifest) -> bytes:
     """Return the bytes of `manifest`. Pure."""
-    body = [manifest.generation, [_packed(entry) for entry in manifest.entries]]
-    packed: bytes = msgpack.packb(body, unicode_errors="surrogatepass")
-    framed = _HEADER.pack(_MAGIC, LAYOUT, len(packed)) + packed
-    return framed + _digest(framed)
+    return _FORMAT.seal([manifest.generation, [_packed(entry) for entry in manifest.entries]])
 
 
 def parse(data: bytes, *, url: str) -> Manifest:
@@ -85,36 +73,18 @@ def parse(data: bytes, *, url: str) -> Manifest:
     Raises CorruptDataError if it is damaged, of another layout, or says what cannot be.
     """
     try:
-        generation, entries = _sequence(_body(data), 2)
+        generation, entries = sequence(_FORMAT.unseal(data), "body", lengths=(2,))
         manifest = Manifest(
-            generation=_number(generation, low=1),
-            entries=tuple(_entry(item) for item in _sequence(entries)),
+            generation=number(generation, "generation", low=1),
+            entries=tuple(_entry(item) for item in sequence(entries, "entries")),
         )
         _require_distinct(manifest)
-    except (ValueError, TypeError, RecursionError) as exc:
+    except ValueError as exc:
         raise CorruptDataError(
             f"{url} is no manifest that can be read: {exc}; restore it from a copy, or use "
             "another prefix"
         ) from exc
     return manifest
-
-
-def _body(data: bytes) -> object:
-    if len(data) < _HEADER.size + _DIGEST_NBYTES:
-        raise ValueError(f"{len(data)} bytes are too few")
-    magic, layout, nbytes = _HEADER.unpack_from(data)
-    if magic != _MAGIC:
-        raise ValueError(f"it begins with {magic!r}")
-    if layout != LAYOUT:
-        raise ValueError(f"it has layout {layout}, this version reads {LAYOUT}")
-    framed, digest = data[:-_DIGEST_NBYTES], data[-_DIGEST_NBYTES:]
-    if len(framed) != _HEADER.size + nbytes or _digest(framed) != digest:
-        raise ValueError("its digest is wrong")
-    return msgpack.unpackb(framed[_HEADER.size :], unicode_errors="surrogatepass")
-
-
-def _digest(framed: bytes) -> bytes:
-    return hashlib.blake2b(framed, digest_size=_DIGEST_NBYTES).digest()
 
 
 def _packed(entry: ManifestEntry) -> list[object]:
@@ -124,10 +94,10 @@ def _packed(entry: ManifestEntry) -> list[object]:
 
 
 def _entry(item: object) -> ManifestEntry:
-    name, kind, part, nbytes, part_nbytes, parts = _sequence(item, 6)
-    key = TensorKey(_text(name), _text(kind), _text(part))
-    total, step = _number(nbytes), _number(part_nbytes, low=1)
-    found = tuple(None if part is None else _part(part) for part in _sequence(parts))
+    *raw_key, nbytes, part_nbytes, parts = sequence(item, "entry", lengths=(6,))
+    key = TensorKey(*(text(raw, "key") for raw in raw_key))
+    total, step = number(nbytes, "key size"), number(part_nbytes, "part size", low=1)
+    found = tuple(None if raw is None else _part(raw) for raw in sequence(parts, "part list"))
     if len(found) != -(-total // step):
         raise ValueError(f"{key} of {total} bytes has {len(found)} parts of {step}")
     for start, stored in zip(range(0, total, step), found, strict=True):
@@ -137,10 +107,14 @@ def _entry(item: object) -> ManifestEntry:
 
 
 def _part(item: object) -> StoredPart:
-    name, nbytes, checksum = _sequence(item, 3)
-    if not _OBJECT_NAME.fullmatch(_text(name)):
+    name, nbytes, checksum = sequence(item, "part", lengths=(3,))
+    if not is_part(text(name, "part name")):
         raise ValueError(f"{name!r} is no name of an object of ours")
-    return StoredPart(name=name, nbytes=_number(nbytes, low=1), checksum=_number(checksum))
+    return StoredPart(
+        name=name,
+        nbytes=number(nbytes, "part size", low=1),
+        checksum=number(checksum, "checksum"),
+    )
 
 
 def _require_distinct(manifest: Manifest) -> None:
@@ -149,21 +123,3 @@ def _require_distinct(manifest: Manifest) -> None:
     names = [part.name for entry in manifest.entries for part in entry.parts if part is not None]
     if len(set(names)) != len(names):
         raise ValueError("it names an object twice")
-
-
-def _number(value: object, *, low: int = 0) -> int:
-    if type(value) is not int or not low <= value <= _MAX_NUMBER:
-        raise ValueError(f"{value!r} is no number from {low} on")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")  # noqa: TRY004 - caught as bad data
-    return value
-
-
-def _sequence(value: Any, length: int | None = None) -> list[Any]:
-    if not isinstance(value, list) or length not in {None, len(value)}:
-        raise ValueError(f"a list of {length or 'some'} fields is missing")
-    return value
