@@ -6,17 +6,24 @@ and whose object is a TierFactory. Nothing is imported before its scheme is aske
 
 from __future__ import annotations
 
+import enum
 import itertools
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Final, Protocol
+from types import MappingProxyType
+from typing import Final, Protocol, TypeVar
 
 from zinf_core.errors import ConfigError
 from zinf_core.tier import Tier
+from zinf_core.units import parse_nbytes
+
+Choice = TypeVar("Choice", bound=enum.Enum)
 
 TIER_GROUP: Final = "zinf.tiers"
+
+_SWITCH: Final = MappingProxyType({"0": False, "1": True, "false": False, "true": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,50 @@ class TierUrl:
         if unknown:
             valid = ", ".join(sorted(known)) or "none"
             raise ConfigError(f"{self.scheme}: unknown option {unknown[0]!r}; valid: {valid}")
+
+    # Options as values, for use by factories. Each raises ConfigError for text that is none.
+
+    def number(self, option: str, default: int, *, is_signed: bool = False) -> int:
+        """Return a whole number, which may be negative only if `is_signed`."""
+        text = self.options.get(option)
+        if text is None:
+            return default
+        if not (text.removeprefix("-") if is_signed else text).isdecimal():
+            raise ConfigError(f"{self.scheme}: {option} = {text!r} is not a whole number")
+        return int(text)
+
+    def seconds(self, option: str, default: float) -> float:
+        """Return a number of seconds."""
+        text = self.options.get(option)
+        try:
+            return default if text is None else float(text)
+        except ValueError:
+            raise ConfigError(
+                f"{self.scheme}: {option} = {text!r} is not a number of seconds"
+            ) from None
+
+    def nbytes(self, option: str, default: int) -> int:
+        """Return a size in bytes."""
+        return parse_nbytes(self.options.get(option, default), what=option)
+
+    def switch(self, option: str, *, default: bool) -> bool:
+        """Return whether something is on."""
+        text = self.options.get(option)
+        if text is None:
+            return default
+        if text not in _SWITCH:
+            known = ", ".join(_SWITCH)
+            raise ConfigError(f"{self.scheme}: {option} = {text!r} is not one of {known}")
+        return _SWITCH[text]
+
+    def choice(self, option: str, default: Choice) -> Choice:
+        """Return the member of the enum of `default` with that value."""
+        choices = {member.value: member for member in type(default)}
+        text = self.options.get(option, default.value)
+        if text not in choices:
+            known = ", ".join(choices)
+            raise ConfigError(f"{self.scheme}: {option} = {text!r} is not one of {known}")
+        return choices[text]
 
 
 class TierFactory(Protocol):

@@ -8,18 +8,16 @@ from typing import Final
 from zinf_core.errors import ConfigError
 from zinf_core.registry import TierUrl
 from zinf_core.runtime.pool import BufferPool
-from zinf_core.units import parse_nbytes
 from zinf_storage.allocators import PageAlignedAllocator, PinnedAllocator
 from zinf_storage.cuda import CudaDevice, cuda_problem
 from zinf_storage.host import HostTier
 from zinf_storage.machine import read_memory
-from zinf_storage.nvme import DirectIo, Engine, NvmeOptions, NvmeTier
+from zinf_storage.nvme import Engine, NvmeOptions, NvmeTier
 from zinf_storage.profile import tuned_options
 
 _NVME_OPTIONS: Final = frozenset(
     {"direct", "engine", "io_nbytes", "num_threads", "segment_nbytes", "verify_reads"}
 )
-_SWITCH: Final = {"0": False, "1": True, "false": False, "true": True}
 
 
 def open_host(url: TierUrl, *, capacity_nbytes: int | None) -> HostTier:
@@ -56,43 +54,15 @@ def open_nvme(url: TierUrl, *, capacity_nbytes: int | None) -> NvmeTier:
         raise ConfigError("nvme:// names no folder; write nvme:///path/to/folder")
     default = NvmeOptions()
     options = NvmeOptions(
-        io_nbytes=parse_nbytes(url.options.get("io_nbytes", default.io_nbytes), what="io_nbytes"),
-        num_threads=_parse_count(url.options.get("num_threads", str(default.num_threads))),
-        segment_nbytes=parse_nbytes(
-            url.options.get("segment_nbytes", default.segment_nbytes), what="segment_nbytes"
-        ),
+        io_nbytes=url.nbytes("io_nbytes", default.io_nbytes),
+        num_threads=url.number("num_threads", default.num_threads),
+        segment_nbytes=url.nbytes("segment_nbytes", default.segment_nbytes),
         capacity_nbytes=capacity_nbytes,
-        engine=_parse_engine(url.options.get("engine", default.engine.value)),
-        direct=_parse_direct(url.options.get("direct", default.direct.value)),
-        verify_reads=_parse_switch(url.options.get("verify_reads", "0")),
+        engine=url.choice("engine", default.engine),
+        direct=url.choice("direct", default.direct),
+        verify_reads=url.switch("verify_reads", default=default.verify_reads),
     )
     options = tuned_options(Path(url.path), options, given=frozenset(url.options))
     uses_device = options.engine is Engine.GDS and cuda_problem() is None
     device = CudaDevice(0) if uses_device else None
     return NvmeTier.open(url.path, options=options, device=device)
-
-
-def _parse_count(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"num_threads = {text!r} is not a whole number")
-    return int(text)
-
-
-def _parse_direct(text: str) -> DirectIo:
-    choices = {member.value: member for member in DirectIo}
-    if text not in choices:
-        raise ConfigError(f"direct = {text!r} is not one of {', '.join(choices)}")
-    return choices[text]
-
-
-def _parse_engine(text: str) -> Engine:
-    choices = {member.value: member for member in Engine}
-    if text not in choices:
-        raise ConfigError(f"engine = {text!r} is not one of {', '.join(choices)}")
-    return choices[text]
-
-
-def _parse_switch(text: str) -> bool:
-    if text not in _SWITCH:
-        raise ConfigError(f"verify_reads = {text!r} is not one of {', '.join(_SWITCH)}")
-    return _SWITCH[text]

@@ -16,7 +16,6 @@ from zinf_core.errors import ConfigError, TransferTimeoutError
 from zinf_core.keys import Extent, TensorKey
 from zinf_core.registry import TierUrl, open_tier
 from zinf_core.tier import Prefetch, SupportsPrefetch, Tier, reclaim_tier, remove_tier
-from zinf_core.units import parse_nbytes
 
 _OPTIONS: Final = frozenset({"bytes_per_s", "latency_s", "read_bytes_per_s", "write_bytes_per_s"})
 
@@ -301,7 +300,7 @@ def open_throttled(url: TierUrl, *, capacity_nbytes: int | None) -> ThrottledTie
 
 def _limits_of(url: TierUrl) -> Limits:
     rates = {
-        name: float(parse_nbytes(url.options[name], what=name))
+        name: float(url.nbytes(name, 0))
         for name in sorted(_OPTIONS - {"latency_s"})
         if name in url.options
     }
@@ -310,7 +309,7 @@ def _limits_of(url: TierUrl) -> Limits:
     both = rates.pop("bytes_per_s", None)
     if both is not None and rates:
         raise ConfigError("throttled: bytes_per_s and another rate contradict each other")
-    latency_s = _parse_seconds(url.options.get("latency_s", "0"))
+    latency_s = url.seconds("latency_s", 0.0)
     if both is not None:
         return Limits(
             read_bytes_per_s=both, write_bytes_per_s=both, latency_s=latency_s, is_shared=True
@@ -320,10 +319,3 @@ def _limits_of(url: TierUrl) -> Limits:
         write_bytes_per_s=rates.get("write_bytes_per_s", math.inf),
         latency_s=latency_s,
     )
-
-
-def _parse_seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as exc:
-        raise ConfigError(f"throttled: latency_s = {text!r} is not a number of seconds") from exc

@@ -1,5 +1,6 @@
 """Registry: tiers opened by URL, from entry points."""
 
+import enum
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,3 +88,39 @@ def test_built_in_refusals(url: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         open_tier(url)
     assert not Path("/x").exists()
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def test_options_are_values() -> None:
+    """Catches a default that loses to nothing, and text taken for a value it is not."""
+    url = TierUrl.parse("odd://?n=7&z=-3&t=0.5&b=2MiB&s=true&c=blue")
+    assert (url.number("n", 1), url.number("none", 1)) == (7, 1)
+    assert url.number("z", 1, is_signed=True) == -3
+    assert (url.seconds("t", 1.0), url.seconds("none", 1.0)) == (0.5, 1.0)
+    assert (url.nbytes("b", 1), url.nbytes("none", 1)) == (2 << 20, 1)
+    assert (url.switch("s", default=False), url.switch("none", default=True)) == (True, True)
+    assert (url.choice("c", Colour.RED), url.choice("none", Colour.RED)) == (
+        Colour.BLUE,
+        Colour.RED,
+    )
+
+
+@pytest.mark.parametrize(
+    ("read", "says"),
+    [
+        (lambda url: url.number("x", 1), "odd: x = 'what' is not a whole number"),
+        (lambda url: url.number("z", 1), "odd: z = '-3' is not a whole number"),
+        (lambda url: url.seconds("x", 1.0), "odd: x = 'what' is not a number of seconds"),
+        (lambda url: url.nbytes("x", 1), "x = 'what' is not a size"),
+        (lambda url: url.switch("x", default=True), "odd: x = 'what' is not one of 0, 1, false"),
+        (lambda url: url.choice("x", Colour.RED), "odd: x = 'what' is not one of red, blue"),
+    ],
+)
+def test_mistyped_options_are_named(read: Callable[[TierUrl], object], says: str) -> None:
+    """Catches an option that is guessed, or an error that does not say which it was."""
+    with pytest.raises(ConfigError, match=says):
+        read(TierUrl.parse("odd://?x=what&z=-3"))

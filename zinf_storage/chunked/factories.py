@@ -41,7 +41,7 @@ def open_striped(url: TierUrl, *, capacity_nbytes: int | None) -> ChunkedTier:
         scheme=url.scheme,
         chunk_nbytes=_parse_chunk_nbytes(url),
         shares=shares,
-        num_threads=_parse_num_threads(url, _MAX_THREADS),
+        num_threads=url.number("num_threads", _MAX_THREADS),
     )
     capacities: Sequence[int | None] = [None] * len(url.inner)
     if capacity_nbytes is not None:
@@ -58,13 +58,14 @@ def open_compressed(url: TierUrl, *, capacity_nbytes: int | None) -> ChunkedTier
     """
     url.refuse_unknown(_COMMON | {"codec", "level", "shuffle"})
     _require_inner(url, "compressed://[nvme:///folder]", exactly_one=True)
-    codec = codec_named(url.options.get("codec", "zstd"), level=_parse_number(url, "level"))
+    level = url.number("level", 0, is_signed=True) if "level" in url.options else None
+    codec = codec_named(url.options.get("codec", "zstd"), level=level)
     options = ChunkedOptions(
         scheme=url.scheme,
         chunk_nbytes=_parse_chunk_nbytes(url),
         codec=codec,
         shuffle=_parse_shuffle(url),
-        num_threads=_parse_num_threads(url, min(_MAX_THREADS, os.cpu_count() or 1)),
+        num_threads=url.number("num_threads", min(_MAX_THREADS, os.cpu_count() or 1)),
     )
     return _opened(url, [capacity_nbytes], options)
 
@@ -80,7 +81,7 @@ def open_checksummed(url: TierUrl, *, capacity_nbytes: int | None) -> ChunkedTie
         scheme=url.scheme,
         chunk_nbytes=_parse_chunk_nbytes(url),
         checksums=True,
-        num_threads=_parse_num_threads(url, _MAX_THREADS),
+        num_threads=url.number("num_threads", _MAX_THREADS),
     )
     return _opened(url, [capacity_nbytes], options)
 
@@ -123,20 +124,6 @@ def _require_inner(url: TierUrl, example: str, *, exactly_one: bool) -> None:
 def _parse_chunk_nbytes(url: TierUrl) -> int | None:
     text = url.options.get("chunk_nbytes")
     return None if text is None else parse_nbytes(text, what="chunk_nbytes")
-
-
-def _parse_number(url: TierUrl, name: str) -> int | None:
-    text = url.options.get(name)
-    if text is None:
-        return None
-    if not text.removeprefix("-").isdecimal():
-        raise ConfigError(f"{url.scheme}: {name} = {text!r} is not a whole number")
-    return int(text)
-
-
-def _parse_num_threads(url: TierUrl, default: int) -> int:
-    number = _parse_number(url, "num_threads")
-    return default if number is None else number
 
 
 def _parse_shares(url: TierUrl) -> tuple[int, ...]:

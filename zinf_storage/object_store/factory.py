@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from zinf_core.errors import ConfigError
 from zinf_core.registry import TierUrl
-from zinf_core.units import parse_nbytes
 from zinf_storage.object_store.bucket import open_bucket
 from zinf_storage.object_store.options import Connection, ObjectOptions
 from zinf_storage.object_store.tier import ObjectTier
@@ -17,7 +15,6 @@ _OPTIONS: Final = frozenset(
         "timeout_s", "verify_reads",
     }
 )  # fmt: skip
-_SWITCH: Final = {"0": False, "1": True, "false": False, "true": True}
 
 
 def open_object(url: TierUrl, *, capacity_nbytes: int | None) -> ObjectTier:
@@ -28,45 +25,21 @@ def open_object(url: TierUrl, *, capacity_nbytes: int | None) -> ObjectTier:
     mistyped, or if obstore is not installed; TierError if the store cannot be used.
     """
     url.refuse_unknown(_OPTIONS)
-    options, default = url.options, ObjectOptions()
+    reach, default = Connection(), ObjectOptions()
     connection = Connection(
-        endpoint=options.get("endpoint"),
-        region=options.get("region"),
-        allow_http=_switch(url, "allow_http", default=False),
-        retries=_count(url, "retries", default=Connection().retries),
-        timeout_s=_seconds(url, default=Connection().timeout_s),
+        endpoint=url.options.get("endpoint"),
+        region=url.options.get("region"),
+        allow_http=url.switch("allow_http", default=reach.allow_http),
+        retries=url.number("retries", reach.retries),
+        timeout_s=url.seconds("timeout_s", reach.timeout_s),
     )
     return ObjectTier.open(
         open_bucket(url.path, connection),
         options=ObjectOptions(
-            part_nbytes=parse_nbytes(
-                options.get("part_nbytes", default.part_nbytes), what="part_nbytes"
-            ),
-            num_threads=_count(url, "num_threads", default=default.num_threads),
+            part_nbytes=url.nbytes("part_nbytes", default.part_nbytes),
+            num_threads=url.number("num_threads", default.num_threads),
             capacity_nbytes=capacity_nbytes,
-            verify_reads=_switch(url, "verify_reads", default=default.verify_reads),
-            evict_lease=options.get("evict"),
+            verify_reads=url.switch("verify_reads", default=default.verify_reads),
+            evict_lease=url.options.get("evict"),
         ),
     )
-
-
-def _count(url: TierUrl, option: str, *, default: int) -> int:
-    text = url.options.get(option, str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"{option} = {text!r} is not a whole number")
-    return int(text)
-
-
-def _seconds(url: TierUrl, *, default: float) -> float:
-    text = url.options.get("timeout_s", str(default))
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"timeout_s = {text!r} is not a number of seconds") from None
-
-
-def _switch(url: TierUrl, option: str, *, default: bool) -> bool:
-    text = url.options.get(option, str(int(default)))
-    if text not in _SWITCH:
-        raise ConfigError(f"{option} = {text!r} is not one of {', '.join(_SWITCH)}")
-    return _SWITCH[text]
