@@ -44,7 +44,7 @@ KEYS_IN_FLIGHT = 4
 OPERATIONS = ("read", "write")
 PEERS = Path(__file__).parent / "peers"
 DEFAULTS = "zinf, defaults"
-VARIANTS = [(1, 2), (1, 8), (2, 2), (2, 4), (4, 2), (4, 4)]
+VARIANTS = [(1, 2), (1, 8), (1, 32), (2, 4), (2, 16), (4, 4)]
 """Request size in MiB and threads tried besides the defaults."""
 GOALS = {"fio": 0.95, "kvikio host": 1.0, "aio_handle": 1.1}
 

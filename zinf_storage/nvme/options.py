@@ -35,7 +35,7 @@ class NvmeOptions:
 
     io_nbytes: int = MiB
     """Bytes per request and per checksum; a multiple of 4096, at most 1 GiB."""
-    num_threads: int = 8
+    num_threads: int = 16
     """Requests in flight at once."""
     segment_nbytes: int = 256 * MiB
     """Bytes by which the segment files grow; a multiple of 4096. Larger keys get larger ones."""
