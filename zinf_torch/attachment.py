@@ -110,7 +110,7 @@ class Attachment:
         if home != page.page.home:
             key = TensorKey.of(self._unique(name), StateKind.PARAM)
             moved = self._make(key, page.meta(), home, name)
-            with self.pager.pinned(page.page) as view:
+            with page.pinned() as view:
                 moved.fill(view)
             page.forget_handle(param)
             moved.adopt_handle(param)
@@ -123,10 +123,9 @@ class Attachment:
         return self._homes.home(param.zinf_page.label, kind)
 
     def available_host_nbytes(self) -> int:
-        """Return the host bytes that are free once everything in flight is done. Blocks."""
-        self.pager.settle()
+        """Return the host bytes that are free or cache what others may displace."""
         usage = self.pager.host_pool.usage()
-        return usage.budget_nbytes - usage.leased_nbytes
+        return usage.budget_nbytes - usage.leased_nbytes + self.pager.idle_host_nbytes()
 
     def make_state_page(
         self, param: PagedParameter, kind: StateKind, part: str, like: torch.Tensor

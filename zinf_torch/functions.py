@@ -10,6 +10,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from zinf_core.errors import UnsupportedError
+from zinf_torch.scaling import known_norm, scale_later
 from zinf_torch.tensor_page import TensorPage, dense_stride
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -99,7 +100,7 @@ def _is_contiguous(handle: Any, memory_format: Any = torch.contiguous_format) ->
 
 def _dlpack(handle: Any, *args: Any, **kwargs: Any) -> Any:
     page: TensorPage = handle.zinf_page
-    with page.pager.pinned(page.page) as view:
+    with page.pinned() as view:
         page.note_untraced()
         return view.detach().__dlpack__(*args, **kwargs)
 
@@ -120,5 +121,8 @@ SPECIAL: Final[dict[Callable[..., Any], Callable[..., Any]]] = {
     torch.Tensor.is_contiguous: _is_contiguous,
     torch.Tensor.requires_grad_: _requires_grad,
     torch.Tensor.__dlpack__: _dlpack,
+    torch.Tensor.mul_: scale_later,
+    torch.linalg.vector_norm: known_norm,
 }
-"""Called with a handle first, and the function's other arguments."""
+"""Called with a handle first, and the function's other arguments. What returns NotImplemented
+leaves the call to be run with the handle's bytes."""

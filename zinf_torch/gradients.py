@@ -12,6 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 from zinf_core.errors import UnsupportedError
 from zinf_core.keys import StateKind
 from zinf_torch.parameter import PagedParameter, PagedTensor, take_raw_grad
+from zinf_torch.scaling import note_norm
 
 if TYPE_CHECKING:
     from zinf_core.runtime.loans import LoanDesk
@@ -159,20 +160,24 @@ class Gradient:
 
     def _store(self, page: TensorPage, grad: torch.Tensor) -> None:
         with self._desk.lent(page.page, read=False, write=True) as buffer:
-            page.over(buffer).copy_(grad)
+            note_norm(page, page.over(buffer).copy_(grad))
 
     def _add(self, page: TensorPage, grad: torch.Tensor) -> None:
+        if page.factors:
+            page.scale()
         with self._on_host(grad) as added, self._desk.lent(page.page, write=True) as buffer:
-            page.over(buffer).add_(added)
+            note_norm(page, page.over(buffer).add_(added))
 
     def _widen(self, narrow: TensorPage, grad: torch.Tensor) -> None:
         wide = self._widened()
+        if narrow.factors:
+            narrow.scale()
         with (
             self._on_host(grad) as added,
             self._desk.lent(narrow.page) as source,
             self._desk.lent(wide.page, read=False, write=True) as total,
         ):
-            wide.over(total).copy_(narrow.over(source)).add_(added)
+            note_norm(wide, wide.over(total).copy_(narrow.over(source)).add_(added))
         narrow.drop()
 
     @contextmanager

@@ -13,18 +13,30 @@ from torch import nn
 from zinf_core.errors import UnsupportedError
 from zinf_core.policy.partition import sub_group_ranges
 from zinf_core.runtime.optimizer_step import SubGroup, stream_sub_groups
+from zinf_core.units import MiB
 from zinf_torch.optimizer_load import match_groups, merge_options
-from zinf_torch.parameter import PagedParameter, PagedTensor
+from zinf_torch.optimizer_state import copy_scalars
+from zinf_torch.parameter import PagedParameter
 from zinf_torch.parameter_states import ParameterStates, PlannedState
+from zinf_torch.part_states import (
+    Update,
+    join_state,
+    load_state,
+    master_of,
+    take_state,
+    updates_of,
+)
+from zinf_torch.parts import parts_of
 from zinf_torch.stand_ins import StandIns
-from zinf_torch.update import EmptyUpdate, ParameterUpdate
+from zinf_torch.update import EmptyUpdate
 
 if TYPE_CHECKING:
     from zinf_core.runtime.loans import Loan
     from zinf_torch.attachment import Attachment
     from zinf_torch.tensor_page import TensorPage
 
-Update = ParameterUpdate | EmptyUpdate
+_SUB_GROUP_NBYTES = 64 * MiB
+"""Working memory of a sub-group: enough for the drive to be busy with its neighbours."""
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Any]]
 
 
@@ -68,7 +80,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Counters the wrapped class keeps on itself, as they were when the step began: every
         sub-group starts from them, so that they advance once per step."""
         super().__init__([nn.Parameter(torch.empty(0))], dict(self._inner.defaults))
-        self._updates: dict[torch.Tensor, Update] = {}
+        self._updates: dict[torch.Tensor, list[Update]] = {}
+        """The parts in which each parameter is updated."""
         self.param_groups: list[dict[str, Any]] = []
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for group in self._inner.param_groups:
@@ -88,22 +101,28 @@ class StreamedOptimizer(torch.optim.Optimizer):
         params = [self._stand_ins.real(param) for param in inner_group["params"]]
         group = {**inner_group, "params": params}
         planned: list[tuple[ParameterStates, list[PlannedState]]] = []
-        updates: dict[torch.Tensor, Update] = {}
+        updates: dict[torch.Tensor, list[Update]] = {}
         for param in params:
             self._room.adopt(param, f"parameter_{len(self._updates) + len(updates)}")
             if isinstance(param, PagedParameter):
-                states = ParameterStates(
-                    self._room, param, master_weights=self._master_weights, owned=self._owned
-                )
-                planned.append((states, states.plan(self._construct, group)))
-                updates[param] = ParameterUpdate(states)
+                all_states = self._states_of(param)
+                planned.extend((each, each.plan(self._construct, group)) for each in all_states)
+                updates[param] = list(updates_of(all_states))
             else:
-                updates[param] = EmptyUpdate(param)
+                updates[param] = [EmptyUpdate(param)]
         self._room.set_up.check_states(planned, self._class.__name__)
         for states, wanted in planned:
             states.reserve(wanted)
         self._updates.update(updates)
         self.param_groups.append(group)
+
+    def _states_of(self, param: PagedParameter) -> list[ParameterStates]:
+        return [
+            ParameterStates(
+                self._room, part, master_weights=self._master_weights, owned=self._owned
+            )
+            for part in parts_of(param, self._class)
+        ]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure` returned.
@@ -126,17 +145,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return result
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        updates = [
-            self._updates[param] for param in group["params"] if self._updates[param].has_gradient()
-        ]
-        if not updates:
+        active = [p for p in group["params"] if self._updates[p][0].has_gradient()]
+        if not active:
             return
-        for each in updates:
-            if each.states is not None and each.param in self.state:
-                self.state[each.param] = each.states.take(self.state[each.param])
+        for param in active:
+            if param in self.state:
+                self.state[param] = take_state(self._updates[param], self.state[param])
+        updates = [update for param in active for update in self._updates[param]]
         available = self._room.available_host_nbytes()
         sizes = [0 if u.states is None else u.states.working_nbytes() for u in updates]
-        limit = max(*sizes, available // 3)
+        limit = max(*sizes, min(available // 3, _SUB_GROUP_NBYTES))
         ranges = sub_group_ranges(sizes, limit)
         sub_groups = [
             SubGroup(
@@ -173,7 +191,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         try:
             for member in members:
                 construct = partial(self._constructed_state, member.param, options)
-                member.open(self.state.get(member.param, {}), remaining, construct)
+                state = self.state.get(member.param, {})
+                # every part counts on from the same scalars
+                state = state if member.is_last else copy_scalars(state)
+                member.open(state, remaining, construct)
                 opened.append(member)
             inner.param_groups = [{**options, "params": [m.working for m in opened]}]
             inner.state = defaultdict(dict, {m.working: m.working_state for m in opened})
@@ -186,10 +207,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
             inner.param_groups, inner.state = idle_groups, idle_state
             for member in opened:
                 state = states.pop(member)
-                was_kept = self.state.pop(member.param, None) is not None
                 closed = member.close(state or {})
+                if not member.is_last:
+                    continue
+                was_kept = self.state.pop(member.param, None) is not None
                 if state or (state is not None and was_kept):
-                    self.state[member.param] = closed
+                    self.state[member.param] = join_state(self._updates[member.param], closed)
         return group
 
     def _constructed_state(
@@ -220,8 +243,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for index, state in state_dict["state"].items():
             if index in params:
                 param = params[index]
-                states = self._updates[param].states
-                self.state[param] = state if states is None else states.load(state)
+                self.state[param] = load_state(self._updates[param], state)
         for group, merged in zip(
             self.param_groups, merge_options(self.param_groups, saved_groups), strict=True
         ):
@@ -237,11 +259,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         indices = (i for group in packed["param_groups"] for i in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
         for index, param in zip(indices, params, strict=True):
-            states = self._updates[param].states
-            master = None if states is None else states.master
-            if master is not None and master.page.has_bytes:
+            master = master_of(self._updates[param])
+            if master is not None:
                 entry = dict(packed["state"].get(index, {}))
-                packed["state"][index] = {**entry, "master_weight": PagedTensor.of(master)}
+                packed["state"][index] = {**entry, "master_weight": master}
         return packed
 
 

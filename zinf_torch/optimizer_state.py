@@ -47,6 +47,15 @@ def replace_tensors(state: Any, replacements: dict[Path, Any], path: Path = ()) 
     return state
 
 
+def copy_scalars(state: dict[str, Any]) -> dict[str, Any]:
+    """Return `state` with copies of the one-element tensors that are not streamed."""
+    copied: dict[str, Any] = {
+        name: value.clone() if isinstance(value, torch.Tensor) and value.numel() <= 1 else value
+        for name, value in state.items()
+    }
+    return copied
+
+
 def part_name(path: Path) -> str:
     """Return the `TensorKey.part` for a path: ``"history.0"``."""
     return ".".join(map(str, path))

@@ -109,7 +109,7 @@ class PagedTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return what a plain tensor shows."""
         del tensor_contents
-        with self.zinf_page.pager.pinned(self.zinf_page.page) as view:
+        with self.zinf_page.pinned() as view:
             return repr(view)
 
     def __format__(self, format_spec: str) -> str:
@@ -199,7 +199,7 @@ class PagedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return what a plain parameter shows."""
         del tensor_contents
-        with self.zinf_page.pager.pinned(self.zinf_page.page) as view:
+        with self.zinf_page.pinned() as view:
             return repr(nn.Parameter(view, requires_grad=self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -256,7 +256,7 @@ def _remember(memo: dict[int, Any], original: torch.Tensor, copy: TensorT) -> Te
 
 def _view_of(page: TensorPage) -> PageView:
     """Return an alias of the page's bytes, which keeps it resident and counts as a writer."""
-    with page.pager.pinned(page.page) as view, DisableTorchFunctionSubclass():
+    with page.pinned() as view, DisableTorchFunctionSubclass():
         page.note_untraced()
         alias: Any = view.detach()
         alias.__class__ = PageView
@@ -274,7 +274,9 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             return func(*args, **kwargs)
     special = SPECIAL.get(func)
     if special is not None and isinstance(args[0], _HANDLES):
-        return special(*args, **kwargs)
+        result = special(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     attribute = attribute_of(func)
     if attribute is not None and attribute[1] not in VIEW_ATTRIBUTES:
         return _access_attribute(func, attribute, args)

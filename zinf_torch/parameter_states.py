@@ -22,6 +22,7 @@ from zinf_torch.optimizer_state import (
     streamed_tensors,
 )
 from zinf_torch.parameter import PagedParameter, PagedTensor
+from zinf_torch.parts import Part
 from zinf_torch.tensor_page import TensorPage
 
 
@@ -62,21 +63,18 @@ class PlannedState:
 
 
 class ParameterStates:
-    """Pages of one paged parameter's states. Not thread-safe: the optimizer's alone."""
+    """Pages of the states of a paged parameter, or of a part of one. Not thread-safe: the
+    optimizer's alone."""
 
     def __init__(
-        self,
-        room: StateRoom,
-        param: PagedParameter,
-        *,
-        master_weights: bool,
-        owned: list[TensorPage],
+        self, room: StateRoom, part: Part, *, master_weights: bool, owned: list[TensorPage]
     ) -> None:
-        """Describe the states of `param`; nothing is reserved yet. Pages made later are appended
+        """Describe the states of `part`; nothing is reserved yet. Pages made later are appended
         to `owned`."""
         self.room = room
         self._owned = owned
-        self.param = param
+        self.part = part
+        self.param = param = part.param
         self.has_master = master_weights and param.dtype in LOW_PRECISION
         self.working_dtype = torch.float32 if self.has_master else param.dtype
         self.master: TensorPage | None = None
@@ -94,9 +92,11 @@ class ParameterStates:
     ) -> list[PlannedState]:
         """Return what must be reserved before the first step: gradient, master, states."""
         param = self.param
-        self._forecast = forecast_state(construct, group, ndim=param.ndim, dtype=self.working_dtype)
+        self._forecast = forecast_state(
+            construct, group, ndim=len(self.part.shape), dtype=self.working_dtype
+        )
         wanted: list[tuple[StateKind, Path, torch.dtype]] = []
-        if param.requires_grad and param.zinf_gradient.narrow is None:
+        if self.part.index == 0 and param.requires_grad and param.zinf_gradient.narrow is None:
             wanted.append((StateKind.GRAD, (), param.dtype))
         if self.has_master and self.master is None:
             wanted.append((StateKind.MASTER, (), torch.float32))
@@ -109,7 +109,11 @@ class ParameterStates:
                 path=path,
                 dtype=dtype,
                 home=self.room.home(param, kind),
-                nbytes=self._page_nbytes(dtype),
+                nbytes=(
+                    self._param_nbytes(dtype)
+                    if kind is StateKind.GRAD
+                    else self._page_nbytes(dtype)
+                ),
             )
             for kind, path, dtype in wanted
         ]
@@ -120,9 +124,9 @@ class ParameterStates:
             if state.kind is StateKind.GRAD:
                 self.param.zinf_gradient.reserve()
             elif state.kind is StateKind.MASTER:
-                self.master = self._make(state.kind, "", self._like(state.dtype))
+                self.master = self._make(state.kind, "", self.part.like(state.dtype))
             else:
-                self.page(state.path, self._like(state.dtype))
+                self.page(state.path, self.part.like(state.dtype))
 
     def working_nbytes(self) -> int:
         """Return the host memory one update takes at most.
@@ -131,17 +135,19 @@ class ParameterStates:
         low-precision parameter after it. States at home in memory the host works in are updated in
         place and take none.
         """
-        weights_kind = StateKind.MASTER if self.has_master else StateKind.PARAM
-        weights = self._leased(weights_kind, self._page_nbytes(self.working_dtype))
+        if self.has_master:
+            weights = self._leased(StateKind.MASTER, self._page_nbytes(torch.float32))
+        else:
+            weights = self._leased(StateKind.PARAM, self._param_nbytes(self.param.dtype))
         gradient = self.param.zinf_gradient
         stored = gradient.current
         stored_dtype = self.param.dtype if stored is None else stored.dtype
-        before = self._leased(StateKind.GRAD, self._page_nbytes(stored_dtype))
+        before = self._leased(StateKind.GRAD, self._param_nbytes(stored_dtype))
         if self.has_master and stored_dtype is not torch.float32:
             before += self._page_nbytes(torch.float32)
         after = 0
         if self.has_master:
-            after = self._leased(StateKind.PARAM, self._page_nbytes(self.param.dtype))
+            after = self._leased(StateKind.PARAM, self._param_nbytes(self.param.dtype))
         return weights + self._states_nbytes() + max(before, after)
 
     def largest_state_nbytes(self) -> int:
@@ -161,7 +167,7 @@ class ParameterStates:
         return self.pages[path]
 
     def _make(self, kind: StateKind, part: str, like: torch.Tensor) -> TensorPage:
-        page = self.room.make_state_page(self.param, kind, part, like)
+        page = self.room.make_state_page(self.param, kind, self.part.name(part), like)
         self._owned.append(page)
         return page
 
@@ -177,17 +183,25 @@ class ParameterStates:
         from the parameter.
         """
         state = dict(state)
-        master = state.pop("master_weight", None)
-        if self.master is not None:
-            if master is None:
-                self.master.drop()
-            else:
-                self.master.fill(master)
-                self.edits_in_master = self.param.zinf_page.edits_so_far()
-        self.stepped = bool(state)
+        self.load_master(state.pop("master_weight", None))
         taken = self.take(state)
-        self.forget_others({path for path, _ in streamed_tensors(taken)})
+        self.keep_only(taken)
         return taken
+
+    def keep_only(self, state: dict[str, Any]) -> None:
+        """Remove the pages of states that `state` does not have."""
+        self.stepped = bool(state)
+        self.forget_others({path for path, _ in streamed_tensors(state)})
+
+    def load_master(self, values: torch.Tensor | None) -> None:
+        """Replace the master; without `values` it is made anew from the parameter."""
+        if self.master is None:
+            return
+        if values is None:
+            self.master.drop()
+        else:
+            self.master.fill(values)
+            self.edits_in_master = self.param.zinf_page.edits_so_far()
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy streamed tensors that are not handles of their own pages yet; return `state` with
@@ -226,16 +240,18 @@ class ParameterStates:
             other = self._forecast.nbytes_per_element - of_full_shape
             planned = sum(self._page_nbytes(dtype) for _, dtype in full)
             if other > 0:
-                planned += align_up(int(other * self.param.numel())) + 4 * PAGE_NBYTES
+                planned += align_up(int(other * self.part.numel)) + 4 * PAGE_NBYTES
             known = max(known, planned)
         return self._leased(StateKind.OPTIMIZER_STATE, known)
 
     def _leased(self, kind: StateKind, nbytes: int) -> int:
         return 0 if self.room.pager.lends_in_place(self.room.home(self.param, kind)) else nbytes
 
-    def _page_nbytes(self, dtype: torch.dtype) -> int:
-        return align_up(dtype.itemsize * self.param.numel())
+    def _nbytes(self, kind: StateKind, dtype: torch.dtype) -> int:
+        return self._param_nbytes(dtype) if kind is StateKind.GRAD else self._page_nbytes(dtype)
 
-    def _like(self, dtype: torch.dtype) -> torch.Tensor:
-        page = self.param.zinf_page
-        return torch.empty_strided(page.shape, page.stride, dtype=dtype, device="meta")
+    def _page_nbytes(self, dtype: torch.dtype) -> int:
+        return align_up(dtype.itemsize * self.part.numel)
+
+    def _param_nbytes(self, dtype: torch.dtype) -> int:
+        return align_up(dtype.itemsize * self.param.numel())

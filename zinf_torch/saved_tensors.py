@@ -56,7 +56,7 @@ class SavedView:
                 _EDITED.format(what=page.label, now=page.version, saved=self.version)
             )
         with (
-            page.pager.pinned(page.page) as view,
+            page.pinned() as view,
             torch.no_grad(),
             DisableTorchFunctionSubclass(),
             torch._C._DisableTorchDispatch(),  # not an operation of the user's

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,6 @@ from torch._C import DisableTorchFunctionSubclass
 from zinf_core.errors import UnsupportedError
 from zinf_core.keys import TensorKey
 from zinf_core.runtime.page import Page
-from zinf_core.runtime.residency import Residency
 
 if TYPE_CHECKING:
     from zinf_core.buffers import Buffer
@@ -30,11 +31,14 @@ class ResidentPages:
     a view. Guarded by the lock of the pager.
     """
 
-    __slots__ = ("_by_address", "compute")
+    __slots__ = ("_by_address", "compute", "norm_order")
 
     def __init__(self, compute: Compute) -> None:
         """Start with no page."""
         self.compute = compute
+        self.norm_order: float | None = None
+        """Order of the norm that was asked of a gradient last: of later ones it is taken when
+        they are stored, while their bytes are at hand."""
         self._by_address: dict[int, weakref.ref[TensorPage]] = {}
 
     def note(self, address: int, page: TensorPage) -> None:
@@ -59,6 +63,15 @@ class ResidentPages:
         return page
 
 
+@dataclass(frozen=True, slots=True)
+class KnownNorm:
+    """The norm of a page's values as they were after so many edits."""
+
+    order: float
+    edits: int
+    value: torch.Tensor
+
+
 class TensorPage:
     """Shape, dtype and bytes of one stored tensor.
 
@@ -74,9 +87,11 @@ class TensorPage:
         "address",
         "dtype",
         "edits",
+        "factors",
         "is_removed",
         "key",
         "label",
+        "norm",
         "page",
         "pager",
         "placeholder",
@@ -116,6 +131,9 @@ class TensorPage:
         self.is_removed = False
         self.edits = 0
         """Counts every edit that was noticed."""
+        self.factors: list[Any] = []
+        """What the stored values are still to be multiplied by, see `zinf_torch.scaling`."""
+        self.norm: KnownNorm | None = None
         self._handles: list[weakref.ref[Any]] = []
         self._untraced = False
         nbytes = like.numel() * like.element_size()
@@ -132,8 +150,6 @@ class TensorPage:
         ):
             flat = self.registry.compute.tensor(buffer).view(self.dtype)
             view = flat.as_strided(self.shape, self.stride)
-        if self.page.residency not in {Residency.RESIDENT, Residency.DIRTY}:
-            self._untraced = False
         address = view.data_ptr()
         if address != self.address:
             self.registry.forget(self.address, self)
@@ -149,6 +165,10 @@ class TensorPage:
             for handle in self.handles():
                 written = self.note_version(handle) or written
         return written
+
+    def close_view(self) -> None:
+        """Know that nothing writes to the bytes unseen any more."""
+        self._untraced = False
 
     # -- handles -------------------------------------------------------------------------------
 
@@ -176,6 +196,8 @@ class TensorPage:
     def enter(self, handle: Any) -> None:
         """Pin the page and show its bytes in `handle` until the matching `leave`. May block."""
         with self.pager.lock:
+            if self.factors:
+                self.scale()
             view = self.pager.pin(self.page)
             if handle.zinf_uses == 0:
                 if self.note_version(handle):  # written through a view since its last operation
@@ -217,6 +239,32 @@ class TensorPage:
                 self.pager.mark_dirty(self.page)
             return self.edits
 
+    @contextmanager
+    def pinned(self) -> Iterator[torch.Tensor]:
+        """Lend the resident bytes for the duration of a block. May block."""
+        with self.pager.lock:
+            if self.factors:
+                self.scale()
+            view = self.pager.pin(self.page)
+        try:
+            yield view
+        finally:
+            self.pager.unpin(self.page)
+
+    def scale(self) -> None:
+        """Multiply the values by `factors` now. May block."""
+        with (
+            self.pager.lock,
+            torch.no_grad(),
+            DisableTorchFunctionSubclass(),
+            torch._C._DisableTorchDispatch(),  # not an operation of the user's
+            self.pager.pinned(self.page) as view,
+        ):
+            factors, self.factors = self.factors, []
+            for factor in factors:
+                view.mul_(factor)
+            self.pager.mark_dirty(self.page)
+
     def note_untraced(self) -> None:
         """From now until eviction, take the page as dirty: something that does not count
         versions (numpy, a view of `.data`) can write to it."""
@@ -238,6 +286,7 @@ class TensorPage:
         with self.pager.lock, torch.no_grad(), DisableTorchFunctionSubclass():
             view = self.pager.create(self.page)
             view.copy_(value)
+            self.factors.clear()
             self.edits += 1
 
     def successor(self, value: torch.Tensor) -> TensorPage:
@@ -258,7 +307,7 @@ class TensorPage:
     def clone(self) -> torch.Tensor:
         """Return a plain tensor with the page's values and stride, in memory of its own."""
         with (
-            self.pager.pinned(self.page) as view,
+            self.pinned() as view,
             torch.no_grad(),
             DisableTorchFunctionSubclass(),
         ):
@@ -289,6 +338,8 @@ class TensorPage:
             if self.page.has_bytes:
                 self.release_handles()
             self._untraced = False
+            self.factors.clear()
+            self.norm = None
             self.pager.drop(self.page)
 
     def remove(self) -> None:

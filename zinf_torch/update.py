@@ -15,6 +15,7 @@ from zinf_core.runtime.pool import Lease
 from zinf_torch.optimizer_state import Path, replace_tensors, streamed_tensors
 from zinf_torch.parameter import PagedParameter, PagedTensor
 from zinf_torch.parameter_states import ParameterStates
+from zinf_torch.scaling import copy_scaled
 from zinf_torch.tensor_page import TensorPage
 
 Construct = Callable[[torch.Tensor], dict[str, Any]]
@@ -31,6 +32,7 @@ class EmptyUpdate:
         self.working = param
         self.working_state: dict[str, Any] = {}
         self.states: ParameterStates | None = None
+        self.is_last = True
 
     def has_gradient(self) -> bool:
         """Return whether the parameter takes part in the next step."""
@@ -51,20 +53,25 @@ class EmptyUpdate:
 
 
 class ParameterUpdate:
-    """Brings a parameter, its gradient and its states together for one optimizer step.
+    """Brings a parameter, or a part of one, its gradient and its states together for one step.
 
     `open` builds `working` (a real parameter with its gradient, over working memory) and
     `working_state`; `close` takes what the optimizer made of them.
     """
 
     def __init__(self, states: ParameterStates) -> None:
-        """Prepare for the parameter of `states`."""
+        """Prepare for the part that `states` are of."""
         self.states: ParameterStates | None = states
         self.param: PagedParameter = states.param
+        self.is_last = states.part.is_last
+        """No other part of the parameter is updated after this one."""
         self.working: torch.Tensor = states.param
         self.working_state: dict[str, Any] = {}
         self._states = states
+        self._part = states.part
         self._desk = states.room.desk
+        self.siblings: list[ParameterStates] = []
+        """States of the other parts of the parameter."""
         self._loans: dict[TensorPage, Loan] = {}
         self._scratch: Lease | None = None
 
@@ -116,15 +123,15 @@ class ParameterUpdate:
     def _open_weights(self) -> torch.Tensor:
         page, master = self.param.zinf_page, self._states.master
         if master is None:
-            return page.over(self._loans[page].buffer)
+            return self._part.of(page, self._loans[page].buffer)
         if master not in self._loans:
             self._loans[master] = self._desk.borrow(master.page, read=False)
             weights = master.over(self._loans[master].buffer)
-            weights.copy_(page.over(self._loans[page].buffer))
+            weights.copy_(self._part.of(page, self._loans[page].buffer))
         else:
             weights = master.over(self._loans[master].buffer)
             if page in self._loans:  # edited since the last step: the edited elements win
-                edited = page.over(self._loans[page].buffer)
+                edited = self._part.of(page, self._loans[page].buffer)
                 kept = weights.to(page.dtype) == edited
                 weights.copy_(torch.where(kept, weights, edited.float()))
         if page in self._loans:
@@ -133,14 +140,19 @@ class ParameterUpdate:
 
     def _open_gradient(self, weights: torch.Tensor) -> torch.Tensor:
         stored = self._gradient_page()
-        gradient = stored.over(self._loans[stored].buffer)
+        whole = stored.over(self._loans[stored].buffer)
+        gradient = self._part.of_tensor(whole)
         if gradient.dtype is weights.dtype:
+            for factor in stored.factors:
+                whole.mul_(factor)  # counts as a version of `gradient`, too
+            stored.factors.clear()
             return gradient
         nbytes = weights.numel() * weights.element_size()
         self._scratch = self._states.room.pager.lease_host(nbytes)
         flat = torch.from_numpy(self._scratch.buffer.array).view(weights.dtype)
-        scratch = flat.as_strided(stored.shape, stored.stride).copy_(gradient)
-        del gradient
+        scratch = flat.as_strided(self._part.shape, self._part.stride)
+        copy_scaled(scratch, gradient, stored.factors)
+        del gradient, whole
         self._desk.give_back(self._loans.pop(stored), written=False)
         return scratch
 
@@ -190,12 +202,16 @@ class ParameterUpdate:
 
     def _close_weights(self) -> None:
         page, master = self.param.zinf_page, self._states.master
+        before = page.edits_so_far()
         page.note_edit()
         if master is None:
             return
-        with self._desk.lent(page.page, read=False, write=True) as buffer:
-            page.over(buffer).copy_(self.working)
+        with self._desk.lent(page.page, read=not self._part.is_whole, write=True) as buffer:
+            self._part.of(page, buffer).copy_(self.working)
         self._states.edits_in_master = page.edits_so_far()
+        for sibling in self.siblings:
+            if sibling.edits_in_master == before:
+                sibling.edits_in_master = self._states.edits_in_master
         self.working = self.param
         self._desk.give_back(self._loans.pop(master), written=True)
 

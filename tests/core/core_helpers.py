@@ -48,6 +48,9 @@ class ArrayClient:
         written, self.written = self.written, False
         return written
 
+    def close_view(self) -> None:
+        """Remember nothing."""
+
 
 class World:
     """A pager over one slow tier, with device memory and host memory under budgets."""
@@ -118,6 +121,10 @@ class World:
         self.events.clear()
         return [f"{event.kind.value} {event.key.name}" for event in events]
 
+    def read_nothing_ahead(self) -> None:
+        """Fetch on demand only from now on."""
+        self.pager._prefetcher._window_nbytes = 0
+
     def leased_pages(self) -> tuple[int, int]:
         """Return pages of memory leased on (device, host)."""
         pools = (self.device_pool, self.host_pool)
@@ -157,6 +164,9 @@ class InterruptibleTier:
 
     def read_into(self, which: TensorKey, dst: Buffer, *, offset: int = 0) -> Completion:
         return _Interruptible(self, self._inner.read_into(which, dst, offset=offset))
+
+    def prefetch_into(self, which: TensorKey, dst: Buffer, *, offset: int = 0) -> Completion:
+        return self.read_into(which, dst, offset=offset)
 
     def write_from(self, which: TensorKey, src: Buffer, *, offset: int = 0) -> Completion:
         return _Interruptible(self, self._inner.write_from(which, src, offset=offset))

@@ -68,44 +68,86 @@ def expect_nothing_held(world: World, pages: Sequence[Page]) -> None:
 # -- order -----------------------------------------------------------------------------------
 
 
-def test_the_next_group_is_read_before_the_update_of_this_one(world: World) -> None:
-    """Catches a step that reads, updates and writes one after the other."""
-    pages = pages_of(world, 3)
+MOVES = (EventKind.READ, EventKind.WRITE)
+
+
+def moves_of_a_step(world: World, groups: Sequence[SubGroup], num_pages: int) -> list[str]:
+    """Run a step; return what moved from and to the tier, and the updates."""
     seen: list[str] = []
 
     def update(index: int, loans: Sequence[Loan]) -> None:
         increment(index, loans)
-        seen.extend([*world.log(), f"update p{index}"])
+        seen.extend([*world.log(*MOVES), f"update p{index}"])
 
-    stream(world, [group(page) for page in pages], update)
-    assert [*seen, *world.log()] == [
+    stream(world, groups, update, num_pages)
+    return [*seen, *world.log(*MOVES)]
+
+
+def test_the_next_group_is_read_before_the_update_of_this_one() -> None:
+    """Catches a step that reads, updates and writes one after the other. Two of three pages fit,
+    and what a write leaves behind is free before the next one is asked for."""
+    world = World(DeferredTier(DictTier()), host_pages=2)
+    pages = pages_of(world, 3)
+    assert moves_of_a_step(world, [group(page) for page in pages], 2) == [
         "read p0", "read p1", "update p0",
         "write p0", "read p2", "update p1",
         "write p1", "update p2",
-        "write p2",
     ]  # fmt: skip
+    world.pager.evict_all()
+    assert world.log(*MOVES) == ["write p2"]
     for seed, page in enumerate(pages):
         assert world.bytes_of(page) == after(seed)
+    expect_nothing_held(world, pages)
+
+
+def test_a_step_moves_nothing_that_memory_has_room_for(world: World) -> None:
+    """Catches states written home at every step, and read again at the next, which stay in memory
+    if that has room for them."""
+    pages = pages_of(world, 3)
+    groups = [group(page) for page in pages]
+    assert moves_of_a_step(world, groups, 4) == [
+        "read p0", "read p1", "update p0", "read p2", "update p1", "update p2",
+    ]  # fmt: skip
+    assert moves_of_a_step(world, groups, 4) == ["update p0", "update p1", "update p2"]
+    world.pager.evict_all()
+    assert world.log(*MOVES) == ["write p0", "write p1", "write p2"]
+    for seed, page in enumerate(pages):
+        assert world.bytes_of(page) == after(seed, 2)
+    expect_nothing_held(world, pages)
+
+
+def test_a_step_larger_than_memory_keeps_part_of_it(world: World) -> None:
+    """Catches the order of least recent use once the accesses are known: it moves every page of
+    every step, where four pages of memory spare the moves of the pages that stay."""
+    pages = pages_of(world, 8)
+    groups = [group(page) for page in pages]
+    world.pager.end_iteration()
+    num_moves = []
+    for _ in range(5):
+        num_moves.append(len(moves_of_a_step(world, groups, 4)) - len(groups))
+        world.pager.end_iteration()
+        world.log()
+    assert all(num <= 12 for num in num_moves[2:]), num_moves
+    for seed, page in enumerate(pages):
+        assert world.bytes_of(page) == after(seed, 5)
     expect_nothing_held(world, pages)
 
 
 @pytest.mark.parametrize(
     ("num_pages", "complete"), [(1, (True, True)), (4, (False, True)), (4, (True, False))]
 )
+@pytest.mark.parametrize("host_pages", [1, 4])
 def test_nothing_is_read_ahead_that_may_not_fit(
-    world: World, num_pages: int, complete: tuple[bool, bool]
+    host_pages: int, num_pages: int, complete: tuple[bool, bool]
 ) -> None:
     """Catches reading ahead into memory that the running update will ask for."""
+    world = World(DeferredTier(DictTier()), host_pages=host_pages)
     pages = pages_of(world, 2)
     groups = [group(page, complete=flag) for page, flag in zip(pages, complete, strict=True)]
-    seen: list[str] = []
-
-    def update(index: int, loans: Sequence[Loan]) -> None:
-        increment(index, loans)
-        seen.extend([*world.log(), f"update p{index}"])
-
-    stream(world, groups, update, num_pages)
-    assert seen == ["read p0", "update p0", "write p0", "read p1", "update p1"]
+    assert moves_of_a_step(world, groups, num_pages) == [
+        "read p0", "update p0", *["write p0"] * (host_pages == 1), "read p1", "update p1",
+        *["write p1"] * (host_pages == 1),
+    ]  # fmt: skip
 
 
 def test_two_groups_that_just_fit_are_both_in_memory(world: World) -> None:
@@ -277,9 +319,9 @@ class _FailsNthRead:
 def test_a_write_that_fails_does_not_lose_the_other_loans(phase: Phase, deferred: bool) -> None:
     """Catches the loans after the failed one lost, with the updates in them."""
     tier = FaultyTier(DictTier())
-    world = World(DeferredTier(tier) if deferred else tier)
+    world = World(DeferredTier(tier) if deferred else tier, host_pages=2)
     pages = pages_of(world, 3)
-    world.bytes_of(pages[2])  # lent in place: pinned
+    world.bytes_of(pages[2])  # lent where it is, on the device
     tier.fail_next(Operation.WRITE, phase=phase)
     with pytest.raises(TransferError, match="planned failure"):  # noqa: PT012 - at either place
         stream(world, [group(*pages)], increment)

@@ -26,11 +26,22 @@ A, B, C, D = (noise(P, seed) for seed in range(4))
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """Return a pager with room for two pages on the device, over a tier that defers."""
-    world = World(DeferredTier(DictTier()), device_pages=2)
+    """Return a pager with room for two pages on the device and none elsewhere, over a tier that
+    defers."""
+    yield from kept_in_budget(World(DeferredTier(DictTier()), device_pages=2, host_pages=0))
+
+
+@pytest.fixture
+def roomy() -> Iterator[World]:
+    """Return a pager with room for two pages on the device and four on the host."""
+    yield from kept_in_budget(World(DeferredTier(DictTier()), device_pages=2, host_pages=4))
+
+
+def kept_in_budget(world: World) -> Iterator[World]:
     yield world
-    usage = world.device_pool.usage()
-    assert usage.peak_nbytes <= usage.budget_nbytes
+    for pool in (world.device_pool, world.host_pool):
+        usage = pool.usage()
+        assert usage.peak_nbytes <= usage.budget_nbytes
 
 
 # -- what moves ------------------------------------------------------------------------------
@@ -108,9 +119,9 @@ def test_create_over_old_bytes_reads_nothing(world: World) -> None:
     assert world.bytes_of(a) == A
 
 
-def test_a_lease_evicts_no_more_than_it_needs(world: World) -> None:
+def test_a_lease_evicts_no_more_than_it_needs() -> None:
     """Catches evicting every dirty page while the write of the first is still in flight."""
-    world = World(DeferredTier(DictTier()), device_pages=4)
+    world = World(DeferredTier(DictTier()), device_pages=4, host_pages=0)
     for seed in range(4):
         world.fill(world.add(f"p{seed}"), noise(P, seed))
     world.log()
@@ -123,7 +134,7 @@ def test_a_lease_evicts_no_more_than_it_needs(world: World) -> None:
 def test_a_page_wanted_during_its_write_is_kept() -> None:
     """Catches reading back a page whose bytes were in memory all the time."""
     tier = InterruptibleTier(DeferredTier(DictTier()))
-    world = World(tier, device_pages=1)
+    world = World(tier, device_pages=1, host_pages=0)
     a = world.add("a")
     world.fill(a, A)
     tier.interrupts = 1
@@ -213,6 +224,7 @@ def test_farthest_next_use_goes_first_once_an_iteration_is_known(world: World) -
 def test_states_that_no_iteration_names_go_first(world: World) -> None:
     """Catches a gradient kept on the device at the price of a weight that is needed next."""
     a = world.stored("a", A)
+    world.pager.end_iteration()  # that which gave it its value
     world.bytes_of(a)
     world.pager.end_iteration()
     world.bytes_of(a)
@@ -307,13 +319,13 @@ def test_views_in_reference_cycles_give_way(world: World) -> None:
         del view, cycle
 
 
-def test_host_memory_can_be_leased_up_to_its_budget(world: World) -> None:
+def test_host_memory_can_be_leased_up_to_its_budget(roomy: World) -> None:
     """Catches working memory that is not counted, or that is refused while there is room."""
-    leases = [world.pager.lease_host(P) for _ in range(4)]
+    leases = [roomy.pager.lease_host(P) for _ in range(4)]
     with pytest.raises(BudgetExceededError, match=r"host budget of 16\.00 KiB has no room"):
-        world.pager.lease_host(1)
+        roomy.pager.lease_host(1)
     leases.pop().release()
-    assert world.pager.lease_host(1).buffer.nbytes == 1
+    assert roomy.pager.lease_host(1).buffer.nbytes == 1
 
 
 # -- homes -----------------------------------------------------------------------------------
@@ -333,24 +345,24 @@ def test_a_page_at_home_on_the_device_is_used_in_place(world: World) -> None:
     assert world.leased_pages() == (0, 0)
 
 
-def test_a_page_at_home_on_the_host_is_copied(world: World) -> None:
+def test_a_page_at_home_on_the_host_is_copied(roomy: World) -> None:
     """Catches host memory used by an operation of the device."""
-    a = world.stored("a", A, home="host")
-    assert world.bytes_of(a) == A
-    assert world.leased_pages() == (1, 1)
-    world.edit(a, B)
-    world.pager.evict_all()
-    assert world.log() == ["demand_fetch a", "read a", "evict a", "write a"]
-    assert world.bytes_of(a) == B
+    a = roomy.stored("a", A, home="host")
+    assert roomy.bytes_of(a) == A
+    assert roomy.leased_pages() == (1, 1)
+    roomy.edit(a, B)
+    roomy.pager.evict_all()
+    assert roomy.log() == ["demand_fetch a", "read a", "evict a", "write a"]
+    assert roomy.bytes_of(a) == B
 
 
-def test_a_home_that_is_full_or_unknown_is_refused(world: World) -> None:
+def test_a_home_that_is_full_or_unknown_is_refused(roomy: World) -> None:
     """Catches a page that is half added."""
     with pytest.raises(KeyAbsentError, match=r"no tier 'tape' for a/param; there are \['device'"):
-        world.add("a", home="tape")
+        roomy.add("a", home="tape")
     with pytest.raises(TierFullError, match="host: no room"):
-        world.add("a", 5 * P, home="host")
-    assert world.stored("a", A, home="host").stored
+        roomy.add("a", 5 * P, home="host")
+    assert roomy.stored("a", A, home="host").stored
 
 
 def test_a_key_can_be_added_once(world: World) -> None:
@@ -362,12 +374,12 @@ def test_a_key_can_be_added_once(world: World) -> None:
     assert world.leased_pages() == (0, 0)
 
 
-def test_a_page_without_a_value_cannot_be_used(world: World) -> None:
+def test_a_page_without_a_value_cannot_be_used(roomy: World) -> None:
     """Catches unspecified bytes taken for values."""
     for home in ("slow", "host", "device"):
-        page = world.pager.add(key("w" + home), P, home, ArrayClient())
+        page = roomy.pager.add(key("w" + home), P, home, ArrayClient())
         with pytest.raises(InternalError, match="before it was given a value"):
-            world.pager.pin(page)
+            roomy.pager.pin(page)
         with pytest.raises(InternalError, match="nothing was written"):
-            world.pager.mark_dirty(page)
-    assert world.leased_pages() == (1, 1)
+            roomy.pager.mark_dirty(page)
+    assert roomy.leased_pages() == (1, 1)

@@ -1,4 +1,5 @@
-"""Pager: random operations under a tier that defers, against a dict of bytes."""
+"""Pager: random operations under a tier that defers, with iterations that repeat and are read
+ahead, against a dict of bytes."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from zinf_core.errors import BudgetExceededError, TierFullError
 from zinf_core.keys import StateKind
 from zinf_core.runtime.loans import Loan
 from zinf_core.runtime.page import Page
+from zinf_core.runtime.pool import BufferPool, Lease
+from zinf_core.runtime.residency import Residency
 from zinf_core.testing import DeferredTier, DictTier, seeded_order
 
 P = 4096
@@ -52,19 +55,34 @@ class Known:
         return self.page.home
 
     @property
-    def is_lent_away(self) -> bool:
-        """Whether a loan has the bytes elsewhere than the resident page."""
-        return any(not loan.pinned for loan in self.loans)
+    def is_lent_at_home(self) -> bool:
+        """Whether a loan has the bytes on the home tier, where a fetch would make a second copy."""
+        return self.home == "host" and any(not loan.pinned for loan in self.loans)
+
+    @property
+    def is_being_made(self) -> bool:
+        """Whether the memory holds nothing before the borrower has written it."""
+        return any(loan.is_new for loan in self.loans)
 
     @property
     def is_idle(self) -> bool:
         return not (self.pins or self.views or self.loans)
 
-    @property
-    def holds_device(self) -> bool:
-        """Whether the page cannot be evicted from leased device memory."""
-        in_use = self.pins or self.views or any(loan.pinned for loan in self.loans)
-        return self.home != "device" and bool(in_use)
+    def holds(self, pool: BufferPool) -> int:
+        """Return the pages of memory that cannot be taken from it in `pool`.
+
+        Where operations look at it is device memory. Where a borrower has it is either, and not
+        known while it is on its way.
+        """
+        nbytes = num_pages(self.page.nbytes)
+        if self.home == pool.name:
+            return nbytes
+        if self.pins or self.views:
+            return nbytes * (pool.name == "device" and self.home != "device")
+        if not any(loan.pinned for loan in self.loans) or self.home == "device":
+            return 0
+        lease = self.page.lease
+        return nbytes * (lease is None or lease.pool is pool)
 
     @property
     def view(self) -> Bytes | None:
@@ -86,33 +104,31 @@ class PagerMachine(RuleBasedStateMachine):
         self.world = World(self.slow, device_pages=DEVICE_PAGES, host_pages=HOST_PAGES)
         self.pager = self.world.pager
         self.known: list[Known] = []
+        self.working: list[Lease] = []
 
     # -- what must fit -----------------------------------------------------------------------
 
-    def device_room(self, but: Known) -> int:
-        """Return the pages that can be made free on the device for `but`."""
+    def room(self, pool: BufferPool, but: Known | None = None) -> int:
+        """Return the pages that can be made free in `pool` for `but`: all that is cached there,
+        and nothing that is held or at home there."""
         used = sum(
-            num_pages(known.page.nbytes)
-            for known in self.known
-            if known is not but
-            and not known.is_removed
-            and (known.home == "device" or known.holds_device)
+            known.holds(pool) for known in self.known if known is not but and not known.is_removed
         )
-        return DEVICE_PAGES - used
-
-    def host_room(self) -> int:
-        """Return the pages that can be made free on the host."""
-        used = 0
-        for known in self.known:
-            if not known.is_removed:
-                used += num_pages(known.page.nbytes) * (known.home == "host")
-                used += sum(num_pages(known.page.nbytes) for loan in known.loans if loan.lease)
-        return HOST_PAGES - used
+        if pool is self.world.host_pool:
+            used += sum(num_pages(lease.buffer.nbytes) for lease in self.working)
+        return pool.budget_nbytes // P - used
 
     def fits_device(self, known: Known) -> bool:
-        if known.home == "device" or known.holds_device:
+        if known.home == "device" or known.pins or known.views:
             return True
-        return num_pages(known.page.nbytes) <= self.device_room(known)
+        return num_pages(known.page.nbytes) <= self.room(self.world.device_pool, known)
+
+    def fits_host(self, known: Known) -> bool:
+        """Return whether the page can be lent, in place or brought to the host."""
+        is_in_memory = known.page.residency is not Residency.ABSENT
+        if is_in_memory or known.home != "slow":
+            return True
+        return num_pages(known.page.nbytes) <= self.room(self.world.host_pool, known)
 
     # -- rules -------------------------------------------------------------------------------
 
@@ -128,13 +144,15 @@ class PagerMachine(RuleBasedStateMachine):
             page = self.pager.add(which, nbytes, home, ArrayClient())
         except TierFullError:
             assert home != "slow"
+            pool = getattr(self.world, f"{home}_pool")
+            assert num_pages(nbytes) > self.room(pool)
             return multiple()
         self.known.append(Known(page))
         return self.known[-1]
 
     @rule(known=pages, seed=SEEDS)
     def create(self, known: Known, seed: int) -> None:
-        if known.is_removed or known.is_lent_away:
+        if known.is_removed or known.is_lent_at_home or known.is_being_made:
             return
         fits = self.fits_device(known)
         try:
@@ -146,7 +164,9 @@ class PagerMachine(RuleBasedStateMachine):
 
     @rule(known=pages, keep=st.booleans())
     def pin(self, known: Known, keep: bool) -> None:
-        if known.is_removed or known.is_lent_away or known.data is None:
+        if known.is_removed or known.is_lent_at_home or known.is_being_made:
+            return
+        if known.data is None:
             return
         fits = self.fits_device(known)
         try:
@@ -188,15 +208,15 @@ class PagerMachine(RuleBasedStateMachine):
 
     @rule(known=pages, read=st.booleans())
     def borrow(self, known: Known, read: bool) -> None:
-        if known.is_removed or known.is_lent_away or (known.data is None and read):
+        if known.is_removed or known.is_being_made or (known.data is None and read):
             return
-        nbytes = known.page.nbytes
-        room = self.host_room()
+        fits = self.fits_host(known)
         try:
             loan = self.world.desk.borrow(known.page, read=read)
         except BudgetExceededError:
-            assert num_pages(nbytes) > room
+            assert not fits
             return
+        assert loan.lease is None
         if loan.pinned and loan.page.mapped and not read:
             known.data = loan.buffer.array.tobytes()
         known.loans.append(loan)
@@ -206,10 +226,9 @@ class PagerMachine(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject, seed: int, written: bool, waits: bool) -> None:
         known = data.draw(st.sampled_from([known for known in self.known if known.loans]))
         loan = known.loans.pop()
-        was_read = loan.transfer is not None or loan.lease is None
         if waits or written:
             self.world.desk.wait(loan)
-            if was_read and known.data is not None:
+            if not loan.is_new and known.data is not None:
                 assert loan.buffer.array.tobytes() == known.data
         if written:
             known.write(noise(known.page.nbytes, seed), loan.buffer.array)
@@ -227,11 +246,36 @@ class PagerMachine(RuleBasedStateMachine):
             self.pager.drop(known.page)
         known.data = None
 
-    @rule(act=st.sampled_from(["evict_all", "settle", "end_iteration"]))
+    @rule(nbytes=SIZES)
+    def work(self, nbytes: int) -> None:
+        """Take working memory of the host, as an update does beside its loans."""
+        fits = num_pages(nbytes) <= self.room(self.world.host_pool)
+        try:
+            self.working.append(self.pager.lease_host(nbytes))
+        except BudgetExceededError:
+            assert not fits
+
+    @precondition(lambda self: self.working)
+    @rule()
+    def end_work(self) -> None:
+        self.working.pop().release()
+
+    @rule(act=st.sampled_from(["evict_all", "settle", "end_iteration", "end_iteration"]))
     def whole(self, act: str) -> None:
         getattr(self.pager, act)()
         if act != "end_iteration":
             assert self.slow.num_pending == 0
+
+    @rule(num=st.integers(2, 6), times=st.integers(1, 3), ends=st.booleans())
+    def iterate(self, num: int, times: int, ends: bool) -> None:
+        """Use the first pages in order, again and again, so that they are read ahead."""
+        for _ in range(times):
+            for known in self.known[:num]:
+                self.pin(known, keep=False)
+                if known.views and not known.pins:
+                    known.views.pop()
+            if ends:
+                self.pager.end_iteration()
 
     # -- what holds --------------------------------------------------------------------------
 
@@ -240,6 +284,13 @@ class PagerMachine(RuleBasedStateMachine):
         for pool in (self.world.device_pool, self.world.host_pool):
             usage = pool.usage()
             assert usage.tracked_nbytes <= usage.peak_nbytes <= usage.budget_nbytes
+            assert 0 <= self.pager._memory.ahead_nbytes <= self.pager._prefetcher._window_nbytes
+
+    @invariant()
+    def pins_are_those_of_users_and_borrowers(self) -> None:
+        for known in self.known:
+            num_pinned = sum(loan.pinned for loan in known.loans)
+            assert known.page.pins == len(known.pins) + num_pinned
 
     @invariant()
     def views_show_the_pages_bytes(self) -> None:
@@ -250,6 +301,8 @@ class PagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "known"):
             return
+        for lease in self.working:
+            lease.release()
         for known in self.known:
             for loan in known.loans:
                 self.world.desk.give_back(loan, written=False)

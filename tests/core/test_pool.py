@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -189,6 +190,121 @@ def test_the_peak_is_the_most_there_ever_was() -> None:
         lease.release()
     pool.trim()
     assert (pool.usage().peak_nbytes, pool.usage().tracked_nbytes) == (6 * P, 0)
+
+
+# -- from one pool to another ----------------------------------------------------------------
+
+
+def test_adopting_moves_the_count_and_no_bytes() -> None:
+    """Catches a copy, bytes counted twice or not at all, and a lease that goes back to the pool it
+    came from."""
+    (first, _), (second, allocator) = counting_pool(2), counting_pool(2)
+    lease = first.lease_nowait(P + 1)
+    lease.buffer.array[:] = 7
+    address = lease.buffer.address
+    second.adopt(lease)
+    assert (lease.buffer.address, lease.buffer.nbytes, lease.pool) == (address, P + 1, second)
+    assert (lease.buffer.array == 7).all()
+    assert allocator.num_allocations == 0
+    assert [pool.usage().tracked_nbytes for pool in (first, second)] == [0, 2 * P]
+    assert second.usage().peak_nbytes == 2 * P
+    lease.release()
+    assert [pool.usage().cached_nbytes for pool in (first, second)] == [0, 2 * P]
+
+
+def test_adopting_without_room_changes_nothing() -> None:
+    """Catches a budget exceeded by what is not allocated, and a lease that is in neither pool."""
+    first, second = pool_of(2), pool_of(2, "host")
+    lease, held = first.lease_nowait(2 * P), second.lease_nowait(1)
+    before = first.usage(), second.usage()
+    with pytest.raises(PoolExhaustedError, match="pool host"):
+        second.adopt(lease)
+    assert (first.usage(), second.usage()) == before
+    assert lease.pool is first
+    held.release()
+    second.adopt(lease)
+    assert lease.pool is second
+
+
+def test_a_free_buffer_goes_the_other_way() -> None:
+    """Catches free memory given back to the system when the other pool needs just that: two pages
+    that change places would be allocated anew each time."""
+    (first, allocator), (second, _) = counting_pool(1), counting_pool(1)
+    lease = first.lease_nowait(P)
+    second.lease_nowait(P).release()
+    for _ in range(3):
+        second.adopt(lease)
+        assert [pool.usage().cached_nbytes for pool in (first, second)] == [P, 0]
+        first.adopt(lease)
+        assert [pool.usage().cached_nbytes for pool in (first, second)] == [0, P]
+    second.adopt(lease)
+    assert first.lease_nowait(P).buffer.address != lease.buffer.address
+    assert allocator.num_allocations == 1
+
+
+def test_adopting_gives_up_free_buffers_of_other_sizes() -> None:
+    """Catches a refusal while the budget is full of buffers that nobody has."""
+    first, (second, allocator) = pool_of(4), counting_pool(4)
+    for lease in [second.lease_nowait(P) for _ in range(4)]:
+        lease.release()
+    second.adopt(first.lease_nowait(3 * P))
+    assert (second.usage().cached_nbytes, allocator.alive["nbytes"]) == (P, P)
+    assert second.usage().peak_nbytes == 4 * P
+
+
+def test_what_is_still_looked_at_is_adopted_as_it_is() -> None:
+    """Catches a view that another lease writes under, once its page changed pools."""
+    first, second = pool_of(1), pool_of(1, "host")
+    lease = first.lease_nowait(P)
+    lease.buffer.array[:] = 7
+    view = lease.buffer.array[:8]
+    second.adopt(lease)
+    first.lease_nowait(P).buffer.array[:] = 9
+    lease.release()
+    assert second.usage().leased_nbytes == P
+    with pytest.raises(PoolExhaustedError):
+        second.lease_nowait(P)
+    assert view.tobytes() == b"\7" * 8
+    del view
+    second.lease_nowait(P)
+
+
+def test_a_pool_does_not_adopt_its_own_or_what_is_released() -> None:
+    """Catches bytes counted twice, and a buffer that is somebody else's by now."""
+    first, second = pool_of(2), pool_of(2, "host")
+    lease = first.lease_nowait(P)
+    with pytest.raises(InternalError, match="adopt a lease of its own"):
+        first.adopt(lease)
+    lease.release()
+    with pytest.raises(InternalError, match="used after release"):
+        second.adopt(lease)
+    assert [pool.usage().leased_nbytes for pool in (first, second)] == [0, 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3 * P)), max_size=30))
+def test_leases_that_change_pools_keep_both_budgets(moves: list[tuple[int, int]]) -> None:
+    """Catches any sequence of leases, moves and releases after which the two pools count other
+    bytes than there are, or more than they may."""
+    allocator = CountingAllocator()
+    pools = [
+        BufferPool(name, budget_nbytes=num * P, allocator=allocator)
+        for name, num in (("device", 4), ("host", 6))
+    ]
+    held: list[Lease] = []
+    for act, nbytes in moves:
+        with suppress(PoolExhaustedError):
+            if act < 2:
+                held.append(pools[act].lease_nowait(nbytes))
+            elif held and act == 2:
+                held.pop(nbytes % len(held)).release()
+            elif held:
+                lease = held[nbytes % len(held)]
+                pools[lease.pool is pools[0]].adopt(lease)
+        for pool in pools:
+            usage = pool.usage()
+            assert usage.leased_nbytes == sum(each.nbytes for each in held if each.pool is pool)
+            assert usage.tracked_nbytes <= usage.peak_nbytes <= usage.budget_nbytes
+        assert allocator.alive["nbytes"] == sum(pool.usage().tracked_nbytes for pool in pools)
 
 
 def test_threads_share_one_budget() -> None:

@@ -10,18 +10,33 @@ from core_helpers import key
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_core.policy.replacement import Candidate, eviction_order
-from zinf_core.policy.trace import TraceCursor
+from zinf_core.policy.replacement import Candidate, EvictionQueue
+from zinf_core.policy.trace import NextUse, TraceCursor
 
 TRACES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
 
 
-def candidate(name: str, last_use: int = 0, next_use: int | None = None) -> Candidate:
-    return Candidate(key=key(name), nbytes=1, last_use=last_use, next_use=next_use)
+def candidate(
+    name: str,
+    last_use: int = 0,
+    step: int | None = None,
+    *,
+    overwrites: bool = False,
+    is_dirty: bool = False,
+) -> Candidate:
+    next_use = None if step is None else NextUse(step, overwrites)
+    return Candidate(key=key(name), last_use=last_use, next_use=next_use, is_dirty=is_dirty)
 
 
 def order(*candidates: Candidate) -> str:
-    return "".join(found.name for found in eviction_order(candidates))
+    queue = EvictionQueue()
+    for each in candidates:
+        queue.put(each)
+    names = []
+    while (best := queue.best()) is not None:
+        queue.discard(best.key)
+        names.append(best.key.name)
+    return "".join(names)
 
 
 @pytest.mark.parametrize(
@@ -33,12 +48,43 @@ def order(*candidates: Candidate) -> str:
         ([candidate("a", 1, 100), candidate("b", 9, None)], "ba"),
         ([candidate("a", 1, None), candidate("b", 0, None), candidate("c", 0, 5)], "bac"),
         ([candidate("a", 2, 5), candidate("b", 1, 5)], "ba"),
+        ([candidate("a", 1, 9), candidate("b", 2, 1, overwrites=True)], "ba"),
+        ([candidate("a", 1, 1, overwrites=True), candidate("b", 2)], "ab"),
+        ([candidate("a", 0, 1, overwrites=True, is_dirty=True), candidate("b", 1, 0)], "ba"),
+        ([candidate("a", 0, 1, is_dirty=True), candidate("b", 1, 2)], "ba"),
+        ([candidate("a", 0, is_dirty=True), candidate("b", 1)], "ab"),
     ],
-    ids=["none", "least recently used", "farthest", "never first", "never by recency", "ties"],
-)
+    ids=[
+        "none", "least recently used", "farthest", "never first", "never by recency", "ties",
+        "overwritten clean first", "overwritten is not expected", "overwritten dirty last",
+        "dirty counts for nothing else", "dirty and unknown",
+    ],
+)  # fmt: skip
 def test_by_hand(candidates: list[Candidate], expected: str) -> None:
-    """Catches a reversed rule, and pages of unknown use kept before those that are expected."""
+    """Catches a reversed rule, pages of unknown use kept before those that are expected, bytes
+    kept that will be replaced, and bytes written that will be replaced."""
     assert order(*candidates) == expected
+
+
+@pytest.mark.parametrize(
+    ("held", "gives_way"),
+    [
+        (candidate("a", 1), True),
+        (candidate("a", 1, is_dirty=True), True),
+        (candidate("a", 1, 11), True),
+        (candidate("a", 1, 10), False),
+        (candidate("a", 1, 9), False),
+        (candidate("a", 1, 1, overwrites=True), True),
+        (candidate("a", 1, 99, overwrites=True, is_dirty=True), False),
+    ],
+    ids=[
+        "unknown", "unknown dirty", "later", "at the same time", "sooner",
+        "overwritten", "overwritten dirty",
+    ],
+)  # fmt: skip
+def test_what_gives_way_to_a_use_at_step_ten(held: Candidate, gives_way: bool) -> None:
+    """Catches a read ahead that displaces what is used before it, so that both are read twice."""
+    assert held.is_needed_later_than(10) is gives_way
 
 
 SOME = [
@@ -79,10 +125,11 @@ def misses_of_policy(trace: str, num_slots: int, cursor: TraceCursor) -> tuple[i
         if name not in last_use:
             misses += 1
             if len(last_use) == num_slots:
-                victims = eviction_order(
-                    [candidate(n, u, cursor.next_use(key(n))) for n, u in last_use.items()]
-                )
-                del last_use[victims[0].name]
+                victims = [
+                    Candidate(key=key(n), last_use=u, next_use=cursor.next_use(key(n)))
+                    for n, u in last_use.items()
+                ]
+                del last_use[order(*victims)[0]]
         last_use[name] = step
         cursor.advance(key(name))
     return misses, frozenset(last_use)

@@ -11,11 +11,17 @@ from core_helpers import key, noise, pool_of
 from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace
 from zinf_core.completion import CompletedTransfer
-from zinf_core.errors import BudgetExceededError, TransferError, TransferTimeoutError
+from zinf_core.errors import (
+    BudgetExceededError,
+    InternalError,
+    TransferError,
+    TransferTimeoutError,
+)
 from zinf_core.runtime.loans import LoanDesk
 from zinf_core.runtime.page import Page
 from zinf_core.runtime.pager import Pager
 from zinf_core.runtime.pool import BufferPool
+from zinf_core.runtime.residency import Residency
 from zinf_core.runtime.staging import TwoHops
 from zinf_core.testing import DeferredTier, DictTier, FaultyTier, Operation
 from zinf_core.testing.simulated import SimulatedDevice
@@ -37,6 +43,9 @@ class DeviceClient:
     def was_written(self) -> bool:
         written, self.written = self.written, False
         return written
+
+    def close_view(self) -> None:
+        """Remember nothing."""
 
 
 class DeviceWorld:
@@ -165,6 +174,69 @@ def test_loans_of_device_pages(device: SimulatedDevice, home: str, *, resident: 
     world.pager.evict_all()
     assert world.read(page) == noise(PAGE_NBYTES, 2)
     assert world.host_pool.usage().leased_nbytes == before
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_lent_page_is_not_used_on_the_device(device: SimulatedDevice, *, written: bool) -> None:
+    """Catches a second copy of a page on the device while the host writes to the first; and pins
+    or memory lost when that is noticed."""
+    world = DeviceWorld(device, device_pages=2, host_pages=4)
+    page = world.page("w")
+    world.fill(page, noise(PAGE_NBYTES, 1))
+    world.pager.evict_all()
+    loan = world.desk.borrow(page)
+    world.desk.wait(loan)
+    with pytest.raises(InternalError, match="w/param was used on the device while it was lent out"):
+        world.pager.pin(page)
+    assert (page.pins, world.leased()) == (1, (0, 1))
+    if written:
+        loan.buffer.array[:] = np.frombuffer(noise(PAGE_NBYTES, 2), np.uint8)
+    world.desk.give_back(loan, written=written)
+    assert world.read(page) == noise(PAGE_NBYTES, 2 if written else 1)
+    assert (page.pins, world.leased()) == (0, (1, 0))
+    world.pager.evict_all()
+    assert world.leased() == (0, 0)
+    assert world.read(page) == noise(PAGE_NBYTES, 2 if written else 1)
+
+
+def test_a_page_cached_on_the_host_is_copied_not_read(device: SimulatedDevice) -> None:
+    """Catches a read of the slow tier for bytes that host memory holds, and the cached copy kept
+    beside that of the device."""
+    world = DeviceWorld(device, device_pages=1, host_pages=4)
+    page = world.page("w")
+    world.fill(page, noise(PAGE_NBYTES, 1))
+    world.pager.evict_all()
+    with world.desk.lent(page, write=True) as buffer:
+        buffer.array[:] = np.frombuffer(noise(PAGE_NBYTES, 2), np.uint8)
+    del buffer
+    before = len(world.slow.calls)
+    assert world.read(page) == noise(PAGE_NBYTES, 2)
+    assert (len(world.slow.calls), world.leased()) == (before, (1, 0))
+    world.pager.evict_all()
+    assert world.read(page) == noise(PAGE_NBYTES, 2)
+
+
+def test_pages_are_read_ahead_into_host_memory(device: SimulatedDevice) -> None:
+    """Catches a read ahead into memory that the tier does not reach, one that waits there for
+    ever, and device memory taken by what is not used yet."""
+    world = DeviceWorld(device, device_pages=2, host_pages=8)
+    pages = [world.page(f"p{i}") for i in range(5)]
+    for _ in range(3):
+        for i, page in enumerate(pages):
+            world.fill(page, noise(PAGE_NBYTES, i))
+        world.pager.evict_all()
+        world.pager.end_iteration()
+        for i, page in enumerate(pages):
+            assert world.read(page) == noise(PAGE_NBYTES, i)
+        world.pager.evict_all()
+        world.pager.end_iteration()
+        for i, page in enumerate(pages):
+            assert world.leased()[1] >= 1
+            assert page.residency is not Residency.ABSENT
+            assert world.read(page) == noise(PAGE_NBYTES, i)
+            assert world.leased()[0] <= 2
+    world.pager.evict_all()
+    assert (world.leased(), device.num_pending) == ((0, 0), 0)
 
 
 def test_abandoned_loan_changes_nothing(device: SimulatedDevice) -> None:

@@ -9,13 +9,13 @@ from core_helpers import key
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_core.policy.trace import Trace, TraceCursor
+from zinf_core.policy.trace import Access, NextUse, Trace, TraceCursor
 
 NAMES = st.lists(st.sampled_from("abcd"), min_size=1, max_size=10)
 
 
 def trace_of(names: Iterable[str]) -> Trace:
-    return Trace([key(name) for name in names])
+    return Trace([Access(key(name)) for name in names])
 
 
 def cursor_after(iteration: Iterable[str], since: Iterable[str] = ()) -> TraceCursor:
@@ -31,9 +31,15 @@ def cursor_after(iteration: Iterable[str], since: Iterable[str] = ()) -> TraceCu
 
 def expected_order(cursor: TraceCursor, names: str) -> str:
     """Return `names` by how soon the cursor expects them."""
-    uses = {name: cursor.next_use(key(name)) for name in names}
-    assert None not in uses.values()
-    return "".join(sorted(names, key=lambda name: uses[name] or 0))
+    steps = {name: step_of(cursor, name) for name in names}
+    assert None not in steps.values()
+    return "".join(sorted(names, key=lambda name: steps[name] or 0))
+
+
+def step_of(cursor: TraceCursor, name: str) -> int | None:
+    """Return the step at which the cursor expects `name`."""
+    following = cursor.next_use(key(name))
+    return None if following is None else following.step
 
 
 @given(NAMES, st.integers(-1, 9), st.sampled_from("abcde"))
@@ -58,11 +64,17 @@ def test_locate_prefers_what_lies_ahead(names: list[str], at_least: int, name: s
 
 def test_a_trace_does_not_follow_its_source() -> None:
     """Catches a trace that shares the list it was built from."""
-    keys = [key("a")]
-    trace = Trace(keys)
-    keys.append(key("b"))
-    assert trace.keys == (key("a"),)
+    accesses = [Access(key("a"))]
+    trace = Trace(accesses)
+    accesses.append(Access(key("b")))
+    assert trace.accesses == (Access(key("a")),)
+    assert (list(trace.keys()), key("a") in trace, key("b") in trace) == ([key("a")], True, False)
     assert trace.next_step(key("b"), -1) is None
+
+
+def test_keys_are_told_once() -> None:
+    """Catches a key counted per use, which would lose or gain trust several times an iteration."""
+    assert list(trace_of("abcab").keys()) == [key("a"), key("b"), key("c")]
 
 
 def test_nothing_is_known_in_the_first_iteration() -> None:
@@ -82,13 +94,15 @@ def test_a_repeated_iteration_is_foreseen_exactly(names: list[str]) -> None:
         cursor.advance(key(name))
         rest = steps[now + 1 :] + steps
         for other in set(steps):
-            assert cursor.next_use(key(other)) == rest.index(other) + 1
+            assert step_of(cursor, other) == now + rest.index(other) + 1
 
 
 def test_an_iteration_starts_at_its_beginning() -> None:
     """Catches a cursor that stays where the last iteration ended."""
     cursor = cursor_after("abc")
-    assert [cursor.next_use(key(name)) for name in "abc"] == [1, 2, 3]
+    assert [step_of(cursor, name) for name in "abc"] == [0, 1, 2]
+    cursor.advance(key("a"))
+    assert [step_of(cursor, name) for name in "abc"] == [3, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -147,3 +161,72 @@ def test_recording_is_bounded() -> None:
     for name in "dcb":
         cursor.advance(key(name))
     assert cursor.next_use(key("a")) is not None
+
+
+# -- what was written without being read -----------------------------------------------------
+
+
+def test_a_use_that_overwrites_is_foreseen_as_such() -> None:
+    """Catches a page kept or fetched for a use that replaces all of it, and one given up that the
+    use after that reads: each use counts by itself, also round the end."""
+    cursor = TraceCursor()
+    for name, overwrites in [("a", True), ("b", False), ("a", False), ("c", False)]:
+        cursor.advance(key(name), overwrites=overwrites)
+    cursor.end_iteration()
+    seen = []
+    for name in "abac":
+        seen.append(cursor.next_use(key("a")))
+        cursor.advance(key(name))
+    seen.append(cursor.next_use(key("a")))
+    assert seen == [
+        NextUse(0, True), NextUse(2, False), NextUse(2, False), NextUse(4, True), NextUse(4, True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_uses_in_a_row_count_as_the_first_of_them(first: bool) -> None:
+    """Catches a page that is written whole and then read being fetched for the reading; and one
+    that is read and then written whole not being fetched."""
+    cursor = TraceCursor()
+    for overwrites in (first, not first, False):
+        cursor.advance(key("a"), overwrites=overwrites)
+    trace = cursor.end_iteration()
+    assert trace is not None
+    assert trace.accesses == (Access(key("a"), first),)
+
+
+# -- what earlier answers are worth ----------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from("abcdefx"), max_size=30))
+def test_an_answer_holds_until_the_key_is_used_or_the_cursor_goes_back(names: list[str]) -> None:
+    """Catches a cursor that goes back without saying so: whoever keeps pages in the order of
+    their next use would keep them in an order that is no more."""
+    cursor = cursor_after("abcdeafb")
+    answers: dict[str, NextUse | None] = {}
+    returns = cursor.num_returns
+    for name in names:
+        cursor.advance(key(name))
+        if cursor.num_returns != returns:
+            returns = cursor.num_returns
+            answers.clear()
+        for other in "abcdef":
+            answer = cursor.next_use(key(other))
+            kept = answers.get(other)
+            if kept is not None and kept.step > cursor.step:
+                assert answer == kept
+            answers[other] = answer
+
+
+@pytest.mark.parametrize(
+    ("since", "returns"), [("abc", 0), ("axbxc", 0), ("ac", 0), ("aba", 1), ("cba", 2), ("aa", 0)]
+)
+def test_returns_are_counted(since: str, returns: int) -> None:
+    """Catches ranks made anew at every step, which costs more than it saves."""
+    cursor = cursor_after("abc")
+    before = cursor.num_returns
+    for name in since:
+        cursor.advance(key(name))
+    assert cursor.num_returns - before == returns
+    cursor.end_iteration()
+    assert cursor.num_returns - before == returns + 1

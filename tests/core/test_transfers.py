@@ -20,6 +20,10 @@ class Manual:
         self.is_done = done
         self.interrupts = 0
         self.timeouts = 0
+        self.num_promoted = 0
+
+    def promote(self) -> None:
+        self.num_promoted += 1
 
     def done(self) -> bool:
         return self.is_done
@@ -44,11 +48,11 @@ class Log:
         self.in_flight = TransfersInFlight()
         self.finished: list[str] = []
 
-    def add(self, name: str, completion: Manual) -> Transfer:
+    def add(self, name: str, completion: Manual, *, is_ahead: bool = False) -> Transfer:
         def finish(error: Exception | None) -> None:
             self.finished.append(f"{name}: {error}" if error else name)
 
-        return self.in_flight.add(completion, finish)
+        return self.in_flight.add(completion, finish, is_ahead=is_ahead)
 
 
 def test_waiting_finishes_once() -> None:
@@ -96,7 +100,7 @@ def test_reap_takes_what_is_done_and_only_that() -> None:
     assert not log.in_flight.reap()
 
 
-def test_reap_raises_a_failure_and_losesnullcontext() -> None:
+def test_reap_raises_a_failure_and_loses_nothing() -> None:
     """Catches transfers dropped because the one before them failed."""
     log = Log()
     log.add("a", Manual(done=True))
@@ -165,3 +169,40 @@ def test_finished_transfers_are_forgotten() -> None:
         del transfer, error
     gc.collect(0)  # an error, its frames and what they hold form a cycle
     assert [ref() for ref in completions] == [None, None]
+
+
+# -- reads ahead -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_read_ahead_that_is_needed_goes_first(is_ahead: bool) -> None:
+    """Catches a wait behind other reads ahead that nobody needs yet."""
+    log = Log()
+    completion = Manual()
+    log.in_flight.wait(log.add("a", completion, is_ahead=is_ahead))
+    assert (completion.num_promoted, log.finished) == (is_ahead, ["a"])
+
+
+@pytest.mark.parametrize("how", ["reap", "wait_oldest"])
+def test_a_failed_read_ahead_is_no_business_of_who_needs_room(how: str) -> None:
+    """Catches the failure of a read that nobody needed yet, raised to someone who waits for
+    memory; and one that is not finished because of it."""
+    log = Log()
+    failing = Manual(TransferError("gone"), done=True)
+    transfer = log.add("a", failing, is_ahead=True)
+    assert getattr(log.in_flight, how)()
+    assert (log.finished, transfer.finished) == (["a: gone"], True)
+    with pytest.raises(TransferError, match="gone"):  # who needs the bytes themselves is told
+        log.in_flight.wait(transfer)
+
+
+@pytest.mark.parametrize("how", ["reap", "wait_oldest"])
+def test_an_interrupt_is_the_business_of_everyone(how: str) -> None:
+    """Catches Ctrl-C swallowed with the failures of reads ahead."""
+    log = Log()
+    completion = Manual(done=True)
+    completion.interrupts = 1
+    log.add("a", completion, is_ahead=True)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(log.in_flight, how)()
+    assert (log.finished, len(log.in_flight)) == ([], 1)

@@ -116,39 +116,48 @@ def test_p13_a_file_size_limit(tmp_path: Path) -> None:
     assert facts["left"] == []
 
 
-def _trained_on_a_faulty_tier(folder: Path, plan: FaultPlan) -> tuple[FaultyTier, list[str]]:
-    """Train; return the tier and the error, with the weights read back after it."""
+LITTLE = {"device": 2 * PAGE_NBYTES, "host": 5 * PAGE_NBYTES}
+"""Room for one update and little else, so that nearly everything goes through the tier."""
+
+
+def _trained_on_a_faulty_tier(
+    folder: Path, plan: FaultPlan
+) -> tuple[FaultyTier, list[str], dict[str, torch.Tensor]]:
+    """Train; return the tier, the error, and the weights read back after it."""
     torch.manual_seed(0)
-    with zt.Runtime(**BUDGETS, nvme=folder / "z") as runtime:
+    with zt.Runtime(**LITTLE, nvme=folder / "z") as runtime:
         tier = FaultyTier(runtime.pager.tiers["nvme"], plan=plan)
         runtime.pager.tiers["nvme"] = tier
         errors = []
-        model = mlp(8, 1)
+        model = mlp(8, 2)
         try:
             runtime.attach(model)
             optimizer = runtime.optimizer(torch.optim.Adam, model.parameters(), lr=0.1)
             train(model, optimizer, 2, square_loss)
         except TierError as exc:
             errors.append(f"{type(exc).__name__}: {exc}")
-        if errors:
-            for _ in range(2):
-                assert all(torch.isfinite(value).all() for value in values(model).values())
+        try:  # reading makes room, which may be where the planned call is
+            weights = values(model)
+        except TierError as exc:
+            errors.append(f"{type(exc).__name__}: {exc}")
+            weights = values(model)
+        assert all(torch.isfinite(value).all() for value in weights.values())
         usage = runtime.usage()
-        assert usage["host"].peak_nbytes <= BUDGETS["host"]
-    return tier, errors
+        assert usage["host"].peak_nbytes <= LITTLE["host"]
+    return tier, errors, weights
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", Phase)
 def test_p13_every_write_fails_once(tmp_path: Path, phase: Phase) -> None:
     """P13: a write that fails while swapping hangs, is lost, or takes the weights with it."""
-    tier, errors = _trained_on_a_faulty_tier(tmp_path, FaultPlan())
+    tier, errors, _ = _trained_on_a_faulty_tier(tmp_path, FaultPlan())
     num_writes = tier.calls.count(Operation.WRITE)
     assert errors == []
     assert num_writes >= 12
     for call in range(num_writes):
         fault = Fault(call=call, operation=Operation.WRITE, phase=phase, error=no_space)
-        tier, errors = _trained_on_a_faulty_tier(tmp_path, FaultPlan(faults=(fault,)))
+        tier, errors, _ = _trained_on_a_faulty_tier(tmp_path, FaultPlan(faults=(fault,)))
         if tier.fired and call < num_writes - 6:
             assert len(errors) == 1, call
         for error in errors:
@@ -159,13 +168,19 @@ def test_p13_every_write_fails_once(tmp_path: Path, phase: Phase) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", Phase)
 def test_p13_every_read_fails_once(tmp_path: Path, phase: Phase) -> None:
-    """P13: the same for reads, with an I/O error."""
-    tier, _ = _trained_on_a_faulty_tier(tmp_path, FaultPlan())
+    """P13: the same for reads, with an I/O error; one that was ahead of its use is done again."""
+    tier, _, expected = _trained_on_a_faulty_tier(tmp_path, FaultPlan())
     num_reads = tier.calls.count(Operation.READ)
     assert num_reads >= 8
+    num_repeated = 0
     for call in range(num_reads):
         fault = Fault(call=call, operation=Operation.READ, phase=phase, error=io_error)
-        tier, errors = _trained_on_a_faulty_tier(tmp_path, FaultPlan(faults=(fault,)))
-        assert len(tier.fired) == len(errors) == 1, call
-        assert "TransferError" in errors[0]
-        assert "planned failure of read_into of " in errors[0]
+        tier, errors, weights = _trained_on_a_faulty_tier(tmp_path, FaultPlan(faults=(fault,)))
+        assert len(tier.fired) == 1, call
+        for error in errors:
+            assert "TransferError" in error
+            assert "planned failure of read_into of " in error
+        if not errors:
+            num_repeated += 1
+            assert all(torch.equal(weights[name], expected[name]) for name in expected), call
+    assert num_repeated < num_reads / 2

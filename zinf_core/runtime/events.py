@@ -16,6 +16,8 @@ class EventKind(enum.Enum):
     """Memory was leased for a page without reading it."""
     DEMAND_FETCH = "demand_fetch"
     """The page was read because an access needed it."""
+    PREFETCH = "prefetch"
+    """The page was read because an access was expected to need it."""
     EVICT = "evict"
     """The fast copy was given up; it was clean or is being written back."""
     READ = "read"

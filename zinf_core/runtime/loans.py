@@ -21,35 +21,46 @@ _HOST_SPACES = frozenset({MemorySpace.HOST, MemorySpace.HOST_PINNED})
 class Loan:
     """Host memory with the bytes of a page, to be given back with `LoanDesk.give_back`."""
 
-    __slots__ = ("_buffer", "lease", "page", "pinned", "transfer")
+    __slots__ = ("_buffer", "is_new", "lease", "page", "pinned", "returned", "transfer")
 
     def __init__(
-        self, page: Page, buffer: Buffer, *, lease: Lease | None = None, pinned: bool = False
+        self,
+        page: Page,
+        buffer: Buffer | None,
+        *,
+        lease: Lease | None = None,
+        pinned: bool = False,
+        is_new: bool = False,
     ) -> None:
-        """Lend `buffer`: a copy when it comes with a lease, else the page's own memory. `pinned`:
-        the page is resident, and stays so until the loan is given back."""
+        """Lend `buffer`, or the page's own memory if it is None. With a `lease` the buffer is a
+        copy. `pinned`: the page stays in memory until the loan is given back; `is_new`: its bytes
+        there are nothing before they were written."""
         self.page = page
-        self._buffer: Buffer | None = buffer
+        self._buffer = buffer
         self.lease = lease
         self.pinned = pinned
+        self.is_new = is_new
+        self.returned = False
+        """Whether the loan was given back."""
         self.transfer: Transfer | None = None
-        """Read in flight into the buffer."""
+        """Read in flight into the memory."""
 
     @property
     def buffer(self) -> Buffer:
-        """The memory. Raises InternalError once the loan was given back."""
-        if self._buffer is None:
+        """The memory. Raises InternalError once the loan was given back, or if its bytes did not
+        arrive."""
+        if self.returned:
             raise InternalError(f"the loan of {self.page.key} was used after it was given back")
-        return self._buffer
-
-    @property
-    def returned(self) -> bool:
-        """Whether the loan was given back."""
-        return self._buffer is None
+        if self._buffer is not None:
+            return self._buffer
+        if self.page.lease is None:
+            raise InternalError(f"the loan of {self.page.key} was used before it was waited for")
+        return self.page.lease.buffer
 
     def end(self) -> None:
         """Forget the buffer, so that the loan does not keep its memory referenced."""
         self._buffer = None
+        self.returned = True
 
 
 class LoanDesk:
@@ -63,41 +74,37 @@ class LoanDesk:
         """Return a loan of the page's current bytes; wait for it with `wait` before use.
 
         With `read=False` the contents are unspecified: the borrower writes all of them. In place
-        if the page is resident in host memory or its home is; else a lease of host memory, for
-        which this may block, and the way back for a page in device memory is a copy. Raises
-        BudgetExceededError, or what submitting the read raises.
+        if the page is in host memory or its home is; else it is brought to host memory, and stays
+        there afterwards while there is room. A page in device memory is lent as a copy. May block
+        to make room. Raises BudgetExceededError, or what submitting the read raises.
         """
         pager = self._pager
         with pager.lock:
-            pager.settle_page(page)
             if read and not page.has_bytes:
                 raise InternalError(f"{page.key} was used before it was given a value")
-            if page.view is not None or page.mapped:
+            if page.mapped or self._is_on_device(page):
                 return self._lend_resident(page, read=read)
-            own = pager.home_buffer(page)
-            if own is not None and own.space in _HOST_SPACES:
-                return Loan(page, own)
-            lease = pager.lease_host(page.nbytes)
-            loan = Loan(page, lease.buffer, lease=lease)
-            if read:
-                try:
-                    loan.transfer = pager.submit_read(page, lease.buffer, lambda _error: None)
-                except BaseException:
-                    lease.release()
-                    raise
+            if page.lease is None and page.transfer is None:
+                own = pager.home_buffer(page)
+                if own is not None and own.space in _HOST_SPACES:
+                    return Loan(page, own)
+            is_new = not read and page.residency is Residency.ABSENT
+            transfer = pager.hold(page, read=read)
+            loan = Loan(page, None, pinned=True, is_new=is_new)
+            loan.transfer = transfer
             return loan
 
     def wait(self, loan: Loan) -> None:
         """Block until the loan's bytes are there. Raises what the read failed with."""
         if loan.transfer is not None:
-            self._pager.wait(loan.transfer)
+            self._pager.wait_held(loan.page, loan.transfer)
             loan.transfer = None
 
     def give_back(self, loan: Loan, *, written: bool) -> None:
         """Return a loan; written bytes become the page's. Does not block on the write.
 
-        Any array or tensor over the loan's buffer must be gone, or its bytes stay counted. A
-        second call for the same loan does nothing.
+        A borrower that changed bytes must say so. Any array or tensor over the loan's buffer must
+        be gone, or its bytes stay counted. A second call for the same loan does nothing.
         """
         pager = self._pager
         with pager.lock:
@@ -105,31 +112,27 @@ class LoanDesk:
                 return
             self._drain(loan)
             loan.end()
-            if loan.pinned:
-                self._give_back_resident(loan, written=written)
-                return
-            fetched_meanwhile = written and loan.page.residency is not Residency.ABSENT
-            if loan.lease is None:
-                loan.page.stored = loan.page.stored or written
-            elif written and not fetched_meanwhile:
-                pager.write_home(loan.page, loan.lease)
-            else:
-                loan.lease.release()
-            if fetched_meanwhile:
-                raise InternalError(f"{loan.page.key} was fetched while it was lent out")
+            if loan.lease is not None:
+                self._give_back_copy(loan, loan.lease, written=written)
+            elif loan.pinned:
+                self._give_back_held(loan, written=written)
+            elif written:
+                loan.page.stored = True
+                if loan.page.residency is not Residency.ABSENT:
+                    raise InternalError(f"{loan.page.key} was fetched while it was lent out")
 
     @contextmanager
     def lent(self, page: Page, *, read: bool = True, write: bool = False) -> Iterator[Buffer]:
         """Borrow for the duration of a block; blocks until the bytes are there.
 
-        With `write`, the buffer becomes the page's bytes. If the block raises, a copy is thrown
-        away; where the buffer is the page's own memory, what was written stays.
+        With `write`, the buffer becomes the page's bytes. If the block raises, what was written
+        stays, except in a copy.
         """
         loan = self.borrow(page, read=read)
         written = False
         try:
             self.wait(loan)
-            written = write and loan.lease is None
+            written = write and loan.lease is None and not loan.is_new
             yield loan.buffer
             written = write
         finally:
@@ -142,7 +145,15 @@ class LoanDesk:
                 self._pager.wait(loan.transfer)
         loan.transfer = None
 
+    def _is_on_device(self, page: Page) -> bool:
+        """Return whether the page is in device memory that the host does not reach."""
+        pager = self._pager
+        if page.transfer is not None and page.lease is not None:
+            pager.settle_page(page)
+        return pager.device is not None and page.view is not None
+
     def _lend_resident(self, page: Page, *, read: bool) -> Loan:
+        self._pager.settle_page(page)
         if page.view is None and not read:
             self._pager.create(page)
         self._pager.pin(page)
@@ -166,16 +177,22 @@ class LoanDesk:
                 raise
         return loan
 
-    def _give_back_resident(self, loan: Loan, *, written: bool) -> None:
-        page, lease = loan.page, loan.lease
+    def _give_back_held(self, loan: Loan, *, written: bool) -> None:
+        page = loan.page
+        if loan.is_new and not written and page.residency is not Residency.ABSENT:
+            self._pager.forget_memory(page)
+        elif written:
+            self._pager.mark_dirty(page)
+        self._pager.let_go(page)
+
+    def _give_back_copy(self, loan: Loan, lease: Lease, *, written: bool) -> None:
+        page = loan.page
         if written:
             self._pager.mark_dirty(page)
-        if written and lease is not None:
             finish = partial(self._copied_back, page, lease)
             page.transfer = self._pager.submit_copy(self._own_buffer(page), lease.buffer, finish)
             return
-        if lease is not None:
-            lease.release()
+        lease.release()
         self._pager.unpin(page)
 
     def _copied_back(self, page: Page, lease: Lease, error: Exception | None) -> None:

@@ -19,7 +19,11 @@ class PageClient(Protocol):
         ...
 
     def was_written(self) -> bool:
-        """Return whether the resident bytes may have changed since this was asked last."""
+        """Return whether the bytes of the view may have changed since this was asked last."""
+        ...
+
+    def close_view(self) -> None:
+        """Know that the view was given up: nothing writes through it any more."""
         ...
 
 
@@ -29,6 +33,7 @@ class Page:
     __slots__ = (
         "client",
         "home",
+        "is_ahead",
         "key",
         "last_use",
         "lease",
@@ -54,10 +59,14 @@ class Page:
         self.stored = False
         """The home tier holds bytes that were written, perhaps older ones than memory."""
         self.lease: Lease | None = None
+        """Its memory, in the device pool or the host pool."""
         self.view: Any = None
+        """What the client made of the lease; None unless that is of the device pool."""
         self.transfer: Transfer | None = None
         self.wanted = False
         """Asked for while it was written back: keep it resident afterwards."""
+        self.is_ahead = False
+        """Fetched ahead of its use and not used since."""
         self.pins = 0
         self.last_use = 0
 

@@ -9,13 +9,13 @@ from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace
 from zinf_core.completion import Completion
 from zinf_core.device import Device
-from zinf_core.errors import InternalError
+from zinf_core.errors import InternalError, ZinfError
 from zinf_core.runtime.events import Event, EventKind, Observer
 from zinf_core.runtime.page import Page
 from zinf_core.runtime.pool import Lease
 from zinf_core.runtime.staging import TwoHops
 from zinf_core.runtime.transfers import Finish, Transfer, TransfersInFlight
-from zinf_core.tier import SupportsMap, Tier
+from zinf_core.tier import SupportsMap, SupportsPrefetch, Tier
 
 
 class PageIo:
@@ -27,7 +27,8 @@ class PageIo:
         """Serve `tiers` by home name and tell `observers` of every transfer. `device` makes the
         copies where resident pages are not in host memory."""
         self.tiers = dict(tiers)
-        self._device = device
+        self.device = device
+        """Makes the copies where operations do not use host memory; else None."""
         self.in_flight = TransfersInFlight()
         self._mappable = {name: t for name, t in tiers.items() if isinstance(t, SupportsMap)}
         self._observers = tuple(observers)
@@ -35,6 +36,14 @@ class PageIo:
     def reaches(self, page: Page, space: MemorySpace) -> bool:
         """Return whether the page's home tier transfers with memory of `space` directly."""
         return self.tiers[page.home].capabilities.takes(space)
+
+    def read_ahead(self, page: Page, dst: Buffer, finish: Finish) -> Transfer:
+        """Submit a read of the whole page into `dst` that nobody waits for yet."""
+        self.emit(EventKind.READ, page)
+        tier = self.tiers[page.home]
+        if isinstance(tier, SupportsPrefetch):
+            return self.in_flight.add(tier.prefetch_into(page.key, dst), finish, is_ahead=True)
+        return self.in_flight.add(tier.read_into(page.key, dst), finish, is_ahead=True)
 
     def read(
         self, page: Page, dst: Buffer, finish: Finish, *, staging: Lease | None = None
@@ -73,11 +82,15 @@ class PageIo:
 
     def settle(self, page: Page) -> None:
         """Block until no transfer of `page` itself is in flight. If its bytes are being written
-        back they stay in memory."""
-        if page.transfer is not None:
+        back they stay in memory; if they were read ahead and that failed, the page is absent."""
+        transfer = page.transfer
+        if transfer is not None:
             page.wanted = True
             try:
-                self.in_flight.wait(page.transfer)
+                self.in_flight.wait(transfer)
+            except ZinfError:
+                if not transfer.is_ahead:
+                    raise
             finally:
                 page.wanted = False
 
@@ -94,9 +107,9 @@ class PageIo:
             raise first
 
     def _copy(self, dst: Buffer, src: Buffer) -> Completion:
-        if self._device is None:
+        if self.device is None:
             raise InternalError("there is no device to copy from or to")
-        return self._device.copy(dst, src)
+        return self.device.copy(dst, src)
 
     def emit(self, kind: EventKind, page: Page) -> None:
         """Tell the observers."""

@@ -1,4 +1,4 @@
-"""Pager: brings pages in on demand, evicts when the budget needs the room, writes back."""
+"""Pager: brings pages in ahead of use or on demand, keeps what the budgets hold, writes back."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from typing import Any
 
 from zinf_core.buffers import Buffer
 from zinf_core.device import Device
-from zinf_core.errors import InternalError, KeyAbsentError, KeyExistsError, TierFullError
+from zinf_core.errors import (
+    InternalError,
+    KeyAbsentError,
+    KeyExistsError,
+    TierFullError,
+    ZinfError,
+)
 from zinf_core.keys import TensorKey
 from zinf_core.runtime.events import EventKind, Observer
 from zinf_core.runtime.page import Page, PageClient
 from zinf_core.runtime.page_io import PageIo
 from zinf_core.runtime.page_memory import PageMemory
 from zinf_core.runtime.pool import BufferPool, Lease
+from zinf_core.runtime.prefetcher import Prefetcher
 from zinf_core.runtime.residency import Residency
 from zinf_core.runtime.transfers import Finish, Transfer
 from zinf_core.tier import Tier
@@ -24,7 +31,7 @@ from zinf_core.units import format_nbytes
 
 
 class Pager:
-    """Moves pages between their home tiers and the device, on demand.
+    """Moves pages between their home tiers, host memory and the device.
 
     `tiers` maps home names to tiers; the tier called ``"device"`` is the device memory itself,
     whose pages are used in place. Pages of other tiers are fetched into leases of `device_pool`;
@@ -50,6 +57,9 @@ class Pager:
         self._pages: dict[TensorKey, Page] = {}
         self._io = PageIo(tiers, observers, device)
         self._memory = PageMemory(self._io, device_pool, host_pool)
+        self._prefetcher = Prefetcher(
+            self._pages, self._io, self._memory, device_pool=device_pool, host_pool=host_pool
+        )
 
     @property
     def lock(self) -> threading.RLock:
@@ -103,13 +113,13 @@ class Pager:
         with self._lock:
             self._io.settle(page)
             if page.residency is Residency.ABSENT:
-                lease = None if page.mapped else self._lease_device(page)
-                self._memory.open(page, lease)
-                page.become(Residency.DIRTY)
-                self._io.emit(EventKind.CREATE, page)
+                self._create_in(page, None if page.mapped else self._lease_device(page))
             else:
+                if page.view is None:
+                    self._memory.promote(page)
                 self.mark_dirty(page)
-            self._memory.touch(page)
+            self._memory.touch(page, overwrites=True)
+            self._memory.offer(page)
             return page.view
 
     def pin(self, page: Page) -> Any:
@@ -122,13 +132,14 @@ class Pager:
             if page.view is None or page.transfer is not None:
                 self._fetch(page)
             self._memory.touch(page)
-            page.pins += 1
+            self._pin_and_go_on(page)
             return page.view
 
     def unpin(self, page: Page) -> None:
         """Allow the page to be evicted again."""
         with self._lock:
             page.pins -= 1
+            self._memory.offer(page)
 
     @contextmanager
     def pinned(self, page: Page) -> Iterator[Any]:
@@ -166,17 +177,17 @@ class Pager:
         """Write back what is dirty and give up every page that nobody holds. Blocks."""
         with self._lock:
             self._io.settle_all()  # what is on its way to memory now would stay there
-            for page in list(self._memory.resident.values()):
-                if page.pins == 0 and page.transfer is None:
-                    self._memory.evict(page)
+            for pool in (self.device_pool, self.host_pool):
+                while self._memory.evict_one(pool):
+                    pass
             self._io.settle_all()
 
     def end_iteration(self) -> None:
         """Tell the pager that the next access begins a new iteration of the same model."""
         with self._lock:
-            self._memory.cursor.end_iteration()
+            self._prefetcher.end_iteration()
 
-    # -- working memory and whole-page transfers, for `LoanDesk` -------------------------------
+    # -- working memory and pages in host memory, for `LoanDesk` -------------------------------
 
     def lease_host(self, nbytes: int) -> Lease:
         """Return a lease of host memory, waiting for transfers in flight if there is no room.
@@ -187,30 +198,69 @@ class Pager:
             what = f"{format_nbytes(nbytes)} of working memory"
             return self._memory.lease(self.host_pool, nbytes, what)
 
+    def idle_host_nbytes(self) -> int:
+        """Return the leased bytes of the host pool that are given up when others need them."""
+        with self._lock:
+            return self._memory.idle_nbytes(self.host_pool)
+
     def home_buffer(self, page: Page) -> Buffer | None:
         """Return the page's own bytes on its home tier if they can be used in place."""
         return self._io.home_buffer(page)
 
-    def submit_read(self, page: Page, dst: Buffer, finish: Finish) -> Transfer:
-        """Submit a read of the whole page from its home tier into `dst`."""
+    def hold(self, page: Page, *, read: bool) -> Transfer | None:
+        """Pin the page where it is in memory, or in host memory if it is in none, until `let_go`.
+
+        Returns the read in flight, which must be waited for before the bytes are used. With
+        `read=False` the bytes are unspecified, and the page is dirty. May block to make room.
+        """
         with self._lock:
-            return self._io.read(page, dst, finish)
+            if not read or page.residency is Residency.WRITING_BACK:
+                self._io.settle(page)
+            is_new = not read and page.residency is Residency.ABSENT
+            if page.residency is Residency.ABSENT:
+                self._bring_to_host(page, read=read)
+            elif page.transfer is None:
+                self._memory.move_to_host(page)
+            self._memory.touch(page, overwrites=not read)
+            try:
+                self._pin_and_go_on(page)
+            except BaseException:
+                if is_new:
+                    self._memory.close(page)
+                raise
+            return page.transfer
+
+    def wait_held(self, page: Page, transfer: Transfer) -> None:
+        """Block until the bytes of a page that is held are there; `transfer` is what `hold` told.
+        Raises what the read failed with; one ahead that failed is made again first."""
+        with self._lock:
+            try:
+                self._io.in_flight.wait(transfer)
+            except ZinfError:
+                if not transfer.is_ahead:
+                    raise
+                if page.residency is Residency.ABSENT:
+                    self._bring_to_host(page, read=True)
+                if page.transfer is not None:
+                    self._io.in_flight.wait(page.transfer)
+
+    def let_go(self, page: Page) -> None:
+        """Undo one `hold`. Writes pages home until there is room for what comes next; does not
+        block on that."""
+        with self._lock:
+            page.pins -= 1
+            self._memory.offer(page)
+            self._memory.trim()
+
+    def forget_memory(self, page: Page) -> None:
+        """Forget what memory holds of the page; what its home holds stays."""
+        with self._lock:
+            self._memory.close(page)
 
     def submit_copy(self, dst: Buffer, src: Buffer, finish: Finish) -> Transfer:
         """Submit a copy between host and device memory."""
         with self._lock:
             return self._io.copy(dst, src, finish)
-
-    def write_home(self, page: Page, lease: Lease) -> None:
-        """Take over `lease`, which holds newer bytes of an absent page, and write them home.
-
-        Does not block. If the write fails the bytes stay resident in the lease, dirty.
-        """
-        with self._lock:
-            page.become(Residency.DIRTY)
-            page.lease = lease
-            self._memory.resident[page.key] = page
-            self._memory.write_back(page, lease)
 
     def wait(self, transfer: Transfer) -> None:
         """Block until `transfer` is finished; raise what it failed with."""
@@ -239,37 +289,59 @@ class Pager:
     def _lease_device(self, page: Page) -> Lease:
         return self._memory.lease(self.device_pool, page.nbytes, str(page.key))
 
+    def _bring_to_host(self, page: Page, *, read: bool) -> None:
+        lease = self._memory.lease(self.host_pool, page.nbytes, str(page.key))
+        if read:
+            self._submit_fetch(page, lease)
+        else:
+            self._create_in(page, lease)
+
+    def _create_in(self, page: Page, lease: Lease | None) -> None:
+        try:
+            self._io.emit(EventKind.CREATE, page)
+        except BaseException:
+            if lease is not None:
+                lease.release()
+            raise
+        page.become(Residency.DIRTY)
+        self._memory.open(page, lease)
+
+    def _pin_and_go_on(self, page: Page) -> None:
+        page.pins += 1
+        try:
+            self._prefetcher.go_on()
+        except BaseException:  # a page that had to give way could not be written
+            page.pins -= 1
+            self._memory.offer(page)
+            raise
+
     def _fetch(self, page: Page) -> None:
         self._io.settle(page)
         if page.view is not None:
             return
-        if page.lease is not None:  # an interrupted eviction left the bytes where they were
-            self._memory.open(page, page.lease)
+        if page.lease is not None:
+            if page.lease.pool is self.device_pool:  # an interrupted eviction left it there
+                self._memory.open(page, page.lease)
+            else:
+                self._memory.promote(page)
             return
         if not page.stored:
             raise InternalError(f"{page.key} was used before it was given a value")
-        lease = self._lease_device(page)
+        self._submit_fetch(page, self._lease_device(page))
+        if page.transfer is not None:
+            self._io.in_flight.wait(page.transfer)
+
+    def _submit_fetch(self, page: Page, lease: Lease) -> None:
         page.become(Residency.FETCHING)
         staging = None
         try:
             staging = self._memory.lease_staging(page, lease)
             self._io.emit(EventKind.DEMAND_FETCH, page)
-            finish = partial(self._fetched, page, lease)
-            transfer = self._io.read(page, lease.buffer, finish, staging=staging)
+            finish = partial(self._memory.fetched, page, lease)
+            page.transfer = self._io.read(page, lease.buffer, finish, staging=staging)
         except BaseException:
             page.become(Residency.ABSENT)
             lease.release()
             if staging is not None:
                 staging.release()
             raise
-        page.transfer = transfer
-        self._io.in_flight.wait(transfer)
-
-    def _fetched(self, page: Page, lease: Lease, error: Exception | None) -> None:
-        page.transfer = None
-        if error is None:
-            self._memory.open(page, lease)
-            page.become(Residency.RESIDENT)
-        else:
-            lease.release()
-            page.become(Residency.ABSENT)

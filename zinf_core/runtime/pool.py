@@ -52,6 +52,11 @@ class Lease:
         return self._pool
 
     @property
+    def nbytes(self) -> int:
+        """Bytes counted for it: whole pages. Raises InternalError after `release`."""
+        return self.buffer.capacity_nbytes
+
+    @property
     def released(self) -> bool:
         """Whether `release` was called."""
         return self._buffer is None
@@ -114,6 +119,25 @@ class BufferPool:
                 raise
         return Lease(self, _fitted(buffer, nbytes))
 
+    def adopt(self, lease: Lease) -> None:
+        """Count `lease`, which another pool of the same memory space counted so far, here. Nothing
+        is copied; a free buffer of its size goes the other way, so that both keep what they had.
+
+        Raises PoolExhaustedError, changing nothing, if the budget has no room for it now.
+        """
+        capacity, other = lease.nbytes, lease.pool
+        if other is self:
+            raise InternalError(f"pool {self.name} was to adopt a lease of its own")
+        with self._lock:
+            self._collect_lingering()
+            free = self._pop_free(capacity)
+            if free is None:
+                self._make_room(capacity, capacity)
+            self._leased_nbytes += capacity
+            self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes + self._cached_nbytes)
+        other._give_up(capacity, free)  # noqa: SLF001 - another of us
+        lease._pool = self  # noqa: SLF001 - the two classes are one unit
+
     def usage(self) -> PoolUsage:
         """Return the bytes counted now. Never blocks on transfers."""
         with self._lock:
@@ -157,6 +181,14 @@ class BufferPool:
                 self._lingering.append(buffer)
             else:
                 self._cache(buffer)
+
+    def _give_up(self, capacity: int, free: Buffer | None) -> None:
+        """Count a lease of `capacity` no longer; take `free` of the same size in exchange."""
+        with self._lock:
+            self._leased_nbytes -= capacity
+            if free is not None:
+                self._cached_nbytes += capacity
+                self._free.setdefault(capacity, []).append(free)
 
     def _cache(self, buffer: Buffer) -> None:
         capacity = buffer.capacity_nbytes

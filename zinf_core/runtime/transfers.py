@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from zinf_core.completion import Completion
+from zinf_core.errors import ZinfError
 
 Finish = Callable[[Exception | None], None]
 """Called once, with the error of the transfer or None; must not raise."""
+
+
+@runtime_checkable
+class SupportsPromote(Protocol):
+    """A completion whose transfer can be made to go first."""
+
+    def promote(self) -> None:
+        """Go first from now on. Never blocks."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -17,6 +29,8 @@ class Transfer:
 
     completion: Completion
     finish: Finish
+    is_ahead: bool = False
+    """A read that nobody waits for: if it fails, whoever needs the bytes reads them again."""
     finished: bool = False
 
 
@@ -33,9 +47,9 @@ class TransfersInFlight:
         """Return how many are not finished."""
         return len(self._pending)
 
-    def add(self, completion: Completion, finish: Finish) -> Transfer:
+    def add(self, completion: Completion, finish: Finish, *, is_ahead: bool = False) -> Transfer:
         """Take over `completion`; `finish` runs when it is found to be done."""
-        transfer = Transfer(completion, finish)
+        transfer = Transfer(completion, finish, is_ahead)
         self._pending[transfer] = None
         return transfer
 
@@ -44,10 +58,13 @@ class TransfersInFlight:
 
         An interrupt (KeyboardInterrupt) leaves it in flight, to be waited for again.
         """
+        completion = transfer.completion
+        if transfer.is_ahead and isinstance(completion, SupportsPromote):
+            completion.promote()
         try:
-            transfer.completion.wait()
+            completion.wait()
         except Exception as exc:
-            if transfer.completion.done():
+            if completion.done():
                 self._finish(transfer, exc)
             raise
         self._finish(transfer, None)
@@ -61,11 +78,11 @@ class TransfersInFlight:
     def reap(self) -> bool:
         """Finish every transfer that is done, without blocking; return whether there was one.
 
-        Raises the first error found, after finishing that transfer.
+        Raises the first error found, after finishing that transfer; not those of reads ahead.
         """
         done = [transfer for transfer in self._pending if transfer.completion.done()]
         for transfer in done:
-            self.wait(transfer)
+            self._wait_for_room(transfer)
         return bool(done)
 
     def wait_oldest(self) -> bool:
@@ -73,5 +90,10 @@ class TransfersInFlight:
         oldest = next(iter(self._pending), None)
         if oldest is None:
             return False
-        self.wait(oldest)
+        self._wait_for_room(oldest)
         return True
+
+    def _wait_for_room(self, transfer: Transfer) -> None:
+        """Wait as someone who does not need the bytes themselves."""
+        with suppress(*((ZinfError,) if transfer.is_ahead else ())):
+            self.wait(transfer)
