@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zinf_torch.attachment import Attachment
     from zinf_torch.tensor_page import TensorPage
 
-_SUB_GROUP_NBYTES = 64 * MiB
+_SUB_GROUP_NBYTES = 32 * MiB
 """Working memory of a sub-group: enough for the drive to be busy with its neighbours."""
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Any]]
 

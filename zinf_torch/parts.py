@@ -31,7 +31,7 @@ ELEMENTWISE: Final[frozenset[type[torch.optim.Optimizer]]] = frozenset(
     }
 )
 """Classes whose update of an element depends on nothing but that element's values and scalars."""
-PIECE_NUMEL = 1 << 22
+PIECE_NUMEL = 1 << 21
 """Elements per piece. Not a setting: what is stored must not depend on budgets."""
 
 

@@ -80,6 +80,7 @@ class World:
             host_pool=self.host_pool,
             observers=(self.events.append, *([observer] if observer else [])),
         )
+        self._share_out()
         self.desk = LoanDesk(self.pager)
         self.pages: dict[str, Page] = {}
 
@@ -120,6 +121,13 @@ class World:
         events = [e for e in self.events if not kinds or e.kind in kinds]
         self.events.clear()
         return [f"{event.kind.value} {event.key.name}" for event in events]
+
+    def _share_out(self) -> None:
+        """Read ahead into a quarter of the memory, keep an eighth of the host's free: literal
+        events on a few pages do not depend on the shares chosen for real budgets."""
+        budgets = self.device_pool.budget_nbytes, self.host_pool.budget_nbytes
+        self.pager._prefetcher._window_nbytes = sum(budgets) // 4
+        self.pager._memory._reserve_nbytes = budgets[1] // 8
 
     def read_nothing_ahead(self) -> None:
         """Fetch on demand only from now on."""

@@ -98,13 +98,20 @@ class PagerMachine(RuleBasedStateMachine):
 
     pages = Bundle("pages")
 
-    @initialize(seed=SEEDS)
-    def open(self, seed: int) -> None:
+    @initialize(target=pages, seed=SEEDS, sizes=st.lists(SIZES, min_size=2, max_size=9))
+    def open(self, seed: int, sizes: list[int]) -> object:
+        """Begin with pages that have bytes at home, and with nothing in memory."""
         self.slow = DeferredTier(DictTier(), order=seeded_order(seed))
         self.world = World(self.slow, device_pages=DEVICE_PAGES, host_pages=HOST_PAGES)
         self.pager = self.world.pager
         self.known: list[Known] = []
         self.working: list[Lease] = []
+        for nbytes in sizes:
+            page = self.pager.add(key(f"p{len(self.known)}"), nbytes, "slow", ArrayClient())
+            self.known.append(Known(page))
+            self.create(self.known[-1], seed + nbytes)
+        self.pager.evict_all()
+        return multiple(*self.known)
 
     # -- what must fit -----------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ def test_the_watch_sees_every_fetch(tmp_path: Path) -> None:
     """Catches an oracle that looks at nothing."""
     watch = BudgetWatch()
     with zt.Runtime(
-        device=32 * KiB, host=64 * KiB, nvme=tmp_path / "z", observers=[watch]
+        device=32 * KiB, host=4 * KiB, nvme=tmp_path / "z", observers=[watch]
     ) as runtime:
         watch.runtime = runtime
         model = runtime.attach(mlp())

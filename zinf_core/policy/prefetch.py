@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from zinf_core.keys import TensorKey
 from zinf_core.policy.trace import Access, Trace
+from zinf_core.units import MiB
 
+_MOST_AHEAD_NBYTES = 128 * MiB
 _MOST_TRUST = 2
 _DISAPPOINTMENT = 2
 
@@ -68,6 +70,7 @@ class Lookahead:
 def window_nbytes(budgets: Iterable[int]) -> int:
     """Return how many bytes may be fetched and not used yet, given the budgets they compete for.
 
-    A quarter: the rest holds what is used now, what is written, and what stays from earlier.
+    An eighth, so that most of the memory keeps what is used again later; never more than a drive
+    moves in a few dozens of milliseconds, which is as long as it must be kept busy ahead.
     """
-    return sum(budgets) // 4
+    return min(sum(budgets) // 8, _MOST_AHEAD_NBYTES)

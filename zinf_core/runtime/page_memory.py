@@ -23,7 +23,7 @@ from zinf_core.runtime.pool import BufferPool, Lease
 from zinf_core.runtime.residency import Residency
 from zinf_core.units import MiB, align_up, format_nbytes
 
-_MOST_RESERVE_NBYTES = 128 * MiB
+_MOST_RESERVE_NBYTES = 64 * MiB
 
 
 class PageMemory:
@@ -34,7 +34,7 @@ class PageMemory:
         self._io = io
         self._device_pool = device_pool
         self._host_pool = host_pool
-        self._reserve_nbytes = min(host_pool.budget_nbytes // 8, _MOST_RESERVE_NBYTES)
+        self._reserve_nbytes = min(host_pool.budget_nbytes // 16, _MOST_RESERVE_NBYTES)
         self._idle = {device_pool: EvictionQueue(), host_pool: EvictionQueue()}
         self._leaving = {device_pool: 0, host_pool: 0}
         """Bytes whose pages are being written back and will be freed."""
