@@ -13,6 +13,7 @@ from zinf_core.errors import UnsupportedError
 from zinf_core.keys import StateKind
 from zinf_torch.parameter import PagedParameter, PagedTensor, take_raw_grad
 from zinf_torch.scaling import note_norm
+from zinf_torch.tensor_page import scale_page
 
 if TYPE_CHECKING:
     from zinf_core.runtime.loans import LoanDesk
@@ -164,14 +165,14 @@ class Gradient:
 
     def _add(self, page: TensorPage, grad: torch.Tensor) -> None:
         if page.factors:
-            page.scale()
+            scale_page(page)
         with self._on_host(grad) as added, self._desk.lent(page.page, write=True) as buffer:
             note_norm(page, page.over(buffer).add_(added))
 
     def _widen(self, narrow: TensorPage, grad: torch.Tensor) -> None:
         wide = self._widened()
         if narrow.factors:
-            narrow.scale()
+            scale_page(narrow)
         with (
             self._on_host(grad) as added,
             self._desk.lent(narrow.page) as source,

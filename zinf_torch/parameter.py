@@ -37,7 +37,7 @@ from zinf_torch.overrides import (
     is_untraced,
 )
 from zinf_torch.saved_tensors import page_saving
-from zinf_torch.tensor_page import ResidentPages, TensorPage
+from zinf_torch.tensor_page import ResidentPages, TensorPage, successor
 
 _GRAD: Any = torch.Tensor.grad
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
@@ -159,7 +159,7 @@ class PagedParameter(nn.Parameter):
         """Become a parameter of the shape, stride, dtype and values of `value`, without a
         gradient if its own no longer fits."""
         old = self.zinf_page
-        page = old.successor(value)
+        page = successor(old, value)
         old.forget_handle(self)
         page.adopt_handle(self)
         self.zinf_gradient.forget_if_unlike(value)

@@ -197,7 +197,7 @@ class TensorPage:
         """Pin the page and show its bytes in `handle` until the matching `leave`. May block."""
         with self.pager.lock:
             if self.factors:
-                self.scale()
+                scale_page(self)
             view = self.pager.pin(self.page)
             if handle.zinf_uses == 0:
                 if self.note_version(handle):  # written through a view since its last operation
@@ -244,26 +244,12 @@ class TensorPage:
         """Lend the resident bytes for the duration of a block. May block."""
         with self.pager.lock:
             if self.factors:
-                self.scale()
+                scale_page(self)
             view = self.pager.pin(self.page)
         try:
             yield view
         finally:
             self.pager.unpin(self.page)
-
-    def scale(self) -> None:
-        """Multiply the values by `factors` now. May block."""
-        with (
-            self.pager.lock,
-            torch.no_grad(),
-            DisableTorchFunctionSubclass(),
-            torch._C._DisableTorchDispatch(),  # not an operation of the user's
-            self.pager.pinned(self.page) as view,
-        ):
-            factors, self.factors = self.factors, []
-            for factor in factors:
-                view.mul_(factor)
-            self.pager.mark_dirty(self.page)
 
     def note_untraced(self) -> None:
         """From now until eviction, take the page as dirty: something that does not count
@@ -288,17 +274,6 @@ class TensorPage:
             view.copy_(value)
             self.factors.clear()
             self.edits += 1
-
-    def successor(self, value: torch.Tensor) -> TensorPage:
-        """Return a page at the same home with the values, shape, stride and dtype of `value`."""
-        key, number = self.key, 1
-        while self.pager.has(key):
-            number += 1
-            key = TensorKey(self.key.name, self.key.kind_value, f"#{number}")
-        page = TensorPage(self.pager, self.registry, key, like=value, home=self.page.home)
-        page.label = self.label
-        page.fill(value.detach())
-        return page
 
     def meta(self) -> torch.Tensor:
         """Return a meta tensor of this page's shape, stride and dtype."""
@@ -353,6 +328,33 @@ class TensorPage:
         """Remove the page of a parameter that no longer exists, if that was not done before."""
         if not self.is_removed:
             self.remove()
+
+
+def scale_page(page: TensorPage) -> None:
+    """Multiply the values by `TensorPage.factors` now. May block."""
+    with (
+        page.pager.lock,
+        torch.no_grad(),
+        DisableTorchFunctionSubclass(),
+        torch._C._DisableTorchDispatch(),  # not an operation of the user's
+        page.pager.pinned(page.page) as view,
+    ):
+        factors, page.factors = page.factors, []
+        for factor in factors:
+            view.mul_(factor)
+        page.pager.mark_dirty(page.page)
+
+
+def successor(page: TensorPage, value: torch.Tensor) -> TensorPage:
+    """Return a page at the home of `page` with the values, shape, stride and dtype of `value`."""
+    key, number = page.key, 1
+    while page.pager.has(key):
+        number += 1
+        key = TensorKey(page.key.name, page.key.kind_value, f"#{number}")
+    made = TensorPage(page.pager, page.registry, key, like=value, home=page.page.home)
+    made.label = page.label
+    made.fill(value.detach())
+    return made
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

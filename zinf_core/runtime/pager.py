@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from zinf_core.buffers import Buffer
@@ -15,10 +14,10 @@ from zinf_core.errors import (
     KeyAbsentError,
     KeyExistsError,
     TierFullError,
-    ZinfError,
 )
 from zinf_core.keys import TensorKey
-from zinf_core.runtime.events import EventKind, Observer
+from zinf_core.runtime.events import Observer
+from zinf_core.runtime.fetcher import Fetcher
 from zinf_core.runtime.page import Page, PageClient
 from zinf_core.runtime.page_io import PageIo
 from zinf_core.runtime.page_memory import PageMemory
@@ -57,6 +56,9 @@ class Pager:
         self._pages: dict[TensorKey, Page] = {}
         self._io = PageIo(tiers, observers, device)
         self._memory = PageMemory(self._io, device_pool, host_pool)
+        self._fetcher = Fetcher(
+            self._io, self._memory, device_pool=device_pool, host_pool=host_pool
+        )
         self._prefetcher = Prefetcher(
             self._pages, self._io, self._memory, device_pool=device_pool, host_pool=host_pool
         )
@@ -113,13 +115,13 @@ class Pager:
         with self._lock:
             self._io.settle(page)
             if page.residency is Residency.ABSENT:
-                self._create_in(page, None if page.mapped else self._lease_device(page))
+                self._fetcher.create_on_device(page)
             else:
                 if page.view is None:
                     self._memory.promote(page)
                 self.mark_dirty(page)
             self._memory.touch(page, overwrites=True)
-            self._memory.offer(page)
+            self._memory.idle.offer(page)
             return page.view
 
     def pin(self, page: Page) -> Any:
@@ -130,7 +132,7 @@ class Pager:
         """
         with self._lock:
             if page.view is None or page.transfer is not None:
-                self._fetch(page)
+                self._fetcher.fetch(page)
             self._memory.touch(page)
             self._pin_and_go_on(page)
             return page.view
@@ -139,7 +141,7 @@ class Pager:
         """Allow the page to be evicted again."""
         with self._lock:
             page.pins -= 1
-            self._memory.offer(page)
+            self._memory.idle.offer(page)
 
     @contextmanager
     def pinned(self, page: Page) -> Iterator[Any]:
@@ -178,7 +180,7 @@ class Pager:
         with self._lock:
             self._io.settle_all()  # what is on its way to memory now would stay there
             for pool in (self.device_pool, self.host_pool):
-                while self._memory.evict_one(pool):
+                while self._memory.room.evict_one(pool):
                     pass
             self._io.settle_all()
 
@@ -196,12 +198,12 @@ class Pager:
         """
         with self._lock:
             what = f"{format_nbytes(nbytes)} of working memory"
-            return self._memory.lease(self.host_pool, nbytes, what)
+            return self._memory.room.lease(self.host_pool, nbytes, what)
 
     def idle_host_nbytes(self) -> int:
         """Return the leased bytes of the host pool that are given up when others need them."""
         with self._lock:
-            return self._memory.idle_nbytes(self.host_pool)
+            return self._memory.idle.nbytes(self.host_pool)
 
     def home_buffer(self, page: Page) -> Buffer | None:
         """Return the page's own bytes on its home tier if they can be used in place."""
@@ -218,7 +220,7 @@ class Pager:
                 self._io.settle(page)
             is_new = not read and page.residency is Residency.ABSENT
             if page.residency is Residency.ABSENT:
-                self._bring_to_host(page, read=read)
+                self._fetcher.bring_to_host(page, read=read)
             elif page.transfer is None:
                 self._memory.move_to_host(page)
             self._memory.touch(page, overwrites=not read)
@@ -234,22 +236,14 @@ class Pager:
         """Block until the bytes of a page that is held are there; `transfer` is what `hold` told.
         Raises what the read failed with; one ahead that failed is made again first."""
         with self._lock:
-            try:
-                self._io.in_flight.wait(transfer)
-            except ZinfError:
-                if not transfer.is_ahead:
-                    raise
-                if page.residency is Residency.ABSENT:
-                    self._bring_to_host(page, read=True)
-                if page.transfer is not None:
-                    self._io.in_flight.wait(page.transfer)
+            self._fetcher.wait(page, transfer)
 
     def let_go(self, page: Page) -> None:
         """Undo one `hold`. Writes pages home until there is room for what comes next; does not
         block on that."""
         with self._lock:
             page.pins -= 1
-            self._memory.offer(page)
+            self._memory.idle.offer(page)
             self._memory.trim()
 
     def forget_memory(self, page: Page) -> None:
@@ -286,62 +280,11 @@ class Pager:
             self.evict_all()
             tier.reserve(key, nbytes)
 
-    def _lease_device(self, page: Page) -> Lease:
-        return self._memory.lease(self.device_pool, page.nbytes, str(page.key))
-
-    def _bring_to_host(self, page: Page, *, read: bool) -> None:
-        lease = self._memory.lease(self.host_pool, page.nbytes, str(page.key))
-        if read:
-            self._submit_fetch(page, lease)
-        else:
-            self._create_in(page, lease)
-
-    def _create_in(self, page: Page, lease: Lease | None) -> None:
-        try:
-            self._io.emit(EventKind.CREATE, page)
-        except BaseException:
-            if lease is not None:
-                lease.release()
-            raise
-        page.become(Residency.DIRTY)
-        self._memory.open(page, lease)
-
     def _pin_and_go_on(self, page: Page) -> None:
         page.pins += 1
         try:
             self._prefetcher.go_on()
         except BaseException:  # a page that had to give way could not be written
             page.pins -= 1
-            self._memory.offer(page)
-            raise
-
-    def _fetch(self, page: Page) -> None:
-        self._io.settle(page)
-        if page.view is not None:
-            return
-        if page.lease is not None:
-            if page.lease.pool is self.device_pool:  # an interrupted eviction left it there
-                self._memory.open(page, page.lease)
-            else:
-                self._memory.promote(page)
-            return
-        if not page.stored:
-            raise InternalError(f"{page.key} was used before it was given a value")
-        self._submit_fetch(page, self._lease_device(page))
-        if page.transfer is not None:
-            self._io.in_flight.wait(page.transfer)
-
-    def _submit_fetch(self, page: Page, lease: Lease) -> None:
-        page.become(Residency.FETCHING)
-        staging = None
-        try:
-            staging = self._memory.lease_staging(page, lease)
-            self._io.emit(EventKind.DEMAND_FETCH, page)
-            finish = partial(self._memory.fetched, page, lease)
-            page.transfer = self._io.read(page, lease.buffer, finish, staging=staging)
-        except BaseException:
-            page.become(Residency.ABSENT)
-            lease.release()
-            if staging is not None:
-                staging.release()
+            self._memory.idle.offer(page)
             raise

@@ -44,10 +44,10 @@ class Prefetcher:
     def go_on(self) -> None:
         """Submit what can be submitted now."""
         self._end_passed_over()
-        trace = self._memory.cursor.known
+        trace = self._memory.idle.cursor.known
         if trace is None or self._memory.ahead_nbytes >= self._window_nbytes:
             return
-        for step, access in self._lookahead.coming(trace, self._memory.cursor.step):
+        for step, access in self._lookahead.coming(trace, self._memory.idle.cursor.step):
             page = self._pages.get(access.key)
             if page is None or access.overwrites or not self._is_wanted(page):
                 continue
@@ -58,8 +58,8 @@ class Prefetcher:
 
     def end_iteration(self) -> None:
         """Begin a new iteration, which is expected to be like the one that ends."""
-        forecast = self._memory.cursor.known
-        happened = self._memory.cursor.end_iteration()
+        forecast = self._memory.idle.cursor.known
+        happened = self._memory.idle.cursor.end_iteration()
         if happened is None:
             return
         if forecast is not None:
@@ -76,7 +76,7 @@ class Prefetcher:
             key, step = next(iter(self._expected.items()))
             page = self._pages.get(key)
             if page is not None:
-                if page.is_ahead and step > self._memory.cursor.step:
+                if page.is_ahead and step > self._memory.idle.cursor.step:
                     return
                 self._memory.end_ahead(page)
             del self._expected[key]
@@ -91,7 +91,7 @@ class Prefetcher:
 
     def _fetch(self, page: Page, step: int) -> bool:
         for pool in self._pools:
-            lease = self._memory.lease_ahead(pool, page.nbytes, step)
+            lease = self._memory.room.lease_ahead(pool, page.nbytes, step)
             if lease is not None:
                 self._submit(page, lease)
                 self._expected[page.key] = step
