@@ -23,6 +23,8 @@ Choice = TypeVar("Choice", bound=enum.Enum)
 
 TIER_GROUP: Final = "zinf.tiers"
 
+_MAX_DIGITS: Final = 18
+"""Of a number in a URL: it then fits whatever a tier hands it to."""
 _SWITCH: Final = MappingProxyType({"0": False, "1": True, "false": False, "true": True})
 
 
@@ -41,8 +43,8 @@ class TierUrl:
 
     @classmethod
     def parse(cls, url: str) -> TierUrl:
-        """Return the parts of `url`. Raises ConfigError for no scheme, brackets that do not match
-        or a repeated option."""
+        """Return the parts of `url`. Raises ConfigError for no scheme, brackets that do not match,
+        a zero byte or a repeated option."""
         scheme, separator, rest = url.partition("://")
         if not separator or not scheme:
             raise ConfigError(f"tier {url!r} is not of the form scheme://path?option=value")
@@ -54,7 +56,10 @@ class TierUrl:
         options = dict(pairs)
         if len(options) != len(pairs):
             raise ConfigError(f"tier {url!r} sets an option twice")
-        return cls(scheme=scheme, path=urllib.parse.unquote(path), options=options, inner=inner)
+        path = urllib.parse.unquote(path)
+        if "\0" in path:
+            raise ConfigError(f"tier {url!r} has a zero byte in its path")
+        return cls(scheme=scheme, path=path, options=options, inner=inner)
 
     def refuse_unknown(self, known: frozenset[str]) -> None:
         """Raise ConfigError if an option is not one of `known`. For use by factories."""
@@ -70,7 +75,8 @@ class TierUrl:
         text = self.options.get(option)
         if text is None:
             return default
-        if not (text.removeprefix("-") if is_signed else text).isdecimal():
+        digits = text.removeprefix("-") if is_signed else text
+        if not digits.isdecimal() or len(digits) > _MAX_DIGITS:
             raise ConfigError(f"{self.scheme}: {option} = {text!r} is not a whole number")
         return int(text)
 
@@ -128,9 +134,11 @@ def open_tier(url: str, *, capacity_nbytes: int | None = None) -> Tier:
     """Return an open tier for `url`; the caller closes it. May block on the device.
 
     Raises ConfigError if no installed package offers the scheme, if several do, or if the one that
-    does cannot be imported; and whatever its factory raises.
+    does cannot be imported, or for a capacity that is no size; and whatever its factory raises.
     """
     parsed = TierUrl.parse(url)
+    if capacity_nbytes is not None:
+        capacity_nbytes = parse_nbytes(capacity_nbytes, what=f"{parsed.scheme}: capacity_nbytes")
     return _load_factory(parsed.scheme)(parsed, capacity_nbytes=capacity_nbytes)
 
 

@@ -34,7 +34,7 @@ class DeviceTier:
     """Keeps each key in a lease of `pool`, which hands out memory of `device`; see `MemoryTable`.
 
     Every transfer is made by the device, so it is asynchronous if the other memory is pinned or
-    on the device. Thread-safe. Takes no memory besides the leases.
+    on the device. Thread-safe; a forked child cannot use it. Takes no memory besides the leases.
     """
 
     def __init__(self, name: str, *, pool: BufferPool, device: Device) -> None:

@@ -23,7 +23,7 @@ class HostTier:
     """Keeps each key in a lease of `pool`; see `MemoryTable`.
 
     Transfers with host memory are copies made at submit; those with the memory of `device` are
-    made by it. Thread-safe. Takes no memory besides the leases.
+    made by it. Thread-safe; a forked child cannot use it. Takes no memory besides the leases.
     """
 
     def __init__(self, name: str, *, pool: BufferPool, device: Device | None = None) -> None:

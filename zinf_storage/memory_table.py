@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -24,6 +25,8 @@ from zinf_core.runtime.pool import BufferPool, Lease
 from zinf_core.tier import validate_reserve, validate_transfer
 from zinf_core.units import align_up, format_nbytes
 from zinf_storage.memory_copies import AllSettled, Entry, TrackedCopy
+from zinf_storage.owner_lock import OwnerLock
+from zinf_storage.transfers.ending import Ending
 
 _DONE: Final = CompletedTransfer()
 
@@ -38,7 +41,8 @@ class MemoryTable:
     A write by the device that fails leaves the key damaged: until all of it is written again, its
     reads raise CorruptDataError (law 9).
 
-    Thread-safe: `_lock` guards the table and the counters, each entry's lock its bytes.
+    Thread-safe: `_lock` guards the table and the counters, each entry's lock its bytes. A forked
+    child is refused.
     """
 
     def __init__(
@@ -56,10 +60,11 @@ class MemoryTable:
         self._pool = pool
         self._device = device
         self._is_on_device = pool.space is MemorySpace.DEVICE
-        self._lock = threading.Lock()
+        self._lock = OwnerLock(threading.Lock(), what=name)
         self._nbytes = 0
         self._allocated_nbytes = 0
         self._closed = False
+        self._ending = Ending()
 
     def usage(self) -> TierUsage:
         """Return what is stored now."""
@@ -164,13 +169,18 @@ class MemoryTable:
         return AllSettled(copies) if copies else _DONE
 
     def close(self) -> None:
-        """Wait for the copies in flight and release every lease."""
+        """Wait for the copies in flight and release every lease; nothing in a forked child. A
+        second call waits for the first."""
+        if not self._lock.is_ours:
+            return
         with self._lock:
             self._closed = True
-            entries = tuple(self.entries.values())
-            self.entries.clear()
-        for entry in entries:
+        self._ending.run(self._end)
+
+    def _end(self) -> None:
+        for entry in self.entries.values():
             entry.retire()
+        self.entries.clear()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -189,8 +199,9 @@ class MemoryTable:
             return self._pool.lease_nowait(nbytes)
         except BudgetError as exc:
             raise TierFullError(
+                errno.ENOSPC,
                 f"{self.name}: no room for {key} of {nbytes} bytes ({format_nbytes(nbytes)}): "
-                f"{exc}; raise the budget or discard keys"
+                f"{exc}; raise the budget or discard keys",
             ) from exc
 
     def _submit(self, entry: Entry, buffer: Buffer, span: range, *, is_write: bool) -> Completion:

@@ -42,7 +42,7 @@ class SystemClock:
     def wait_until(self, time_s: float) -> None:
         """Return when it is `time_s`."""
         while (left_s := time_s - self.now_s()) > 0:
-            threading.Event().wait(left_s)
+            threading.Event().wait(min(left_s, threading.TIMEOUT_MAX))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from zinf_core.runtime.events import Observer, Traffic, TrafficCounter
 from zinf_core.runtime.pager import Pager
 from zinf_core.runtime.pool import PoolUsage
 from zinf_core.tier import Tier
+from zinf_torch.arguments import check_arguments
 from zinf_torch.attachment import Attachment, refuse_shared_memory
 from zinf_torch.compute import Compute
 from zinf_torch.deferred_init import parameters_on_registration
@@ -88,6 +89,7 @@ class Runtime:
         observers: Sequence[Observer] = (),
     ) -> None:
         """Open the tiers."""
+        check_arguments(tiers, nvme=nvme, nvme_capacity=nvme_capacity, observers=observers)
         self.homes = Homes.of(
             parameters=parameters,
             gradients=gradients,
@@ -128,6 +130,8 @@ class Runtime:
             The device budget cannot hold what one operation needs at once.
         TierFullError
             A home tier has no room; the message has path, needed and free bytes.
+        KeyExistsError
+            A tier given as an object holds tensors of these names that are somebody else's.
         UnsupportedError
             A parameter is on the meta device, not on the CPU, or shares memory with another.
         """
@@ -187,8 +191,8 @@ class Runtime:
     def detach(self, model: ModuleT) -> ModuleT:
         """Make the parameters of `model` plain again, in ordinary memory, and return it.
 
-        Needs memory for the whole model outside the budgets. Optimizers of this runtime no longer
-        know them.
+        Needs memory for the whole model outside the budgets. Optimizers of this runtime still give
+        their `state_dict`, and no longer step.
         """
         for param in model.parameters():
             if isinstance(param, PagedParameter):

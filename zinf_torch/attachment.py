@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf_core.errors import UnsupportedError
+from zinf_core.errors import KeyExistsError, UnsupportedError
 from zinf_core.keys import StateKind, TensorKey
 from zinf_core.runtime.loans import LoanDesk
 from zinf_core.runtime.pager import Pager
@@ -154,7 +154,13 @@ class Attachment:
                 page.bury()
 
     def _make(self, key: TensorKey, like: torch.Tensor, home: str, label: str) -> TensorPage:
-        page = TensorPage(self.pager, self._registry, key, like=like, home=home)
+        try:
+            page = TensorPage(self.pager, self._registry, key, like=like, home=home)
+        except KeyExistsError as exc:
+            raise KeyExistsError(
+                f"{home} holds {key} of somebody else: another run, or its owner, uses the same "
+                "tier; give each run a tier of its own"
+            ) from exc
         page.label = label
         return page
 

@@ -54,11 +54,21 @@ class Homes:
 
 def _rules(what: str, rule: HomeRule | None, tiers: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     rule = tiers[-1] if rule is None else rule
-    pairs = (("*", rule),) if isinstance(rule, str) else tuple(rule.items())
-    for _, tier in pairs:
+    pairs = tuple(rule.items()) if isinstance(rule, Mapping) else (("*", rule),)
+    for pattern, tier in pairs:
+        _require_text(what, pattern)
+        _require_text(what, tier)
         if tier not in tiers and "://" not in tier:
             hint = 'give nvme="/path"' if tier == "nvme" else "or write a URL, scheme://path"
             raise ConfigError(f"{what} = {tier!r}: there are the tiers {', '.join(tiers)}; {hint}")
     if not pairs or pairs[-1][0] != "*":
         raise ConfigError(f'{what}: the last pattern must be "*", for every other parameter')
     return pairs
+
+
+def _require_text(what: str, given: object) -> None:
+    if not isinstance(given, str):
+        raise ConfigError(
+            f"{what} = {given!r} is no name; name a tier that is given as an object: "
+            f'tiers={{"mine": tier}}, {what}="mine"'
+        )

@@ -72,7 +72,7 @@ class PagedTensor(torch.Tensor):
     zinf_uses: int
     zinf_seen: int
     zinf_counts_edits = False
-    __hash__ = object.__hash__
+    __hash__ = torch.Tensor.__hash__
 
     def zinf_watch(self) -> None:
         """Do nothing: only parameters have gradients that are taken home."""
@@ -139,7 +139,7 @@ class PagedParameter(nn.Parameter):
     zinf_gradient: Any
     zinf_states: list[TensorPage]
     """Every page of this parameter: its own, gradient, master, optimizer states."""
-    __hash__ = object.__hash__
+    __hash__ = torch.Tensor.__hash__
 
     __torch_function__ = _torch_function
 
@@ -220,7 +220,7 @@ class PageView(torch.Tensor):
     """
 
     zinf_registry: ResidentPages
-    __hash__ = object.__hash__
+    __hash__ = torch.Tensor.__hash__
 
     __torch_function__ = _torch_function
 

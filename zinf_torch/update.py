@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf_core.errors import InternalError
+from zinf_core.errors import InternalError, UnsupportedError
 from zinf_core.runtime.loans import Loan
 from zinf_core.runtime.optimizer_step import PageUse
 from zinf_core.runtime.pool import Lease
@@ -76,7 +76,13 @@ class ParameterUpdate:
         self._scratch: Lease | None = None
 
     def has_gradient(self) -> bool:
-        """Return whether the parameter takes part in the next step."""
+        """Return whether the parameter takes part in the next step. Raises UnsupportedError once
+        it is detached."""
+        if not hasattr(self.param, "zinf_gradient"):
+            raise UnsupportedError(
+                "a parameter of this optimizer was detached; make a plain optimizer for the model "
+                "and load this one's state_dict"
+            )
         return self.param.zinf_gradient.current is not None
 
     def uses(self) -> tuple[PageUse, ...]:

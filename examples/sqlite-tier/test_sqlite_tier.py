@@ -1,4 +1,4 @@
-"""SqliteTier keeps the laws: run ``pytest`` in this folder."""
+"""The tier over SqliteStore keeps the laws: run ``pytest`` in this folder."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import json
 import sqlite3
 from pathlib import Path
 
-from zinf_sqlite_tier import SqliteTier
+from zinf_sqlite_tier import SqliteStore
 
+from zinf_core.blocking import BlockingTier
 from zinf_core.keys import TensorKey
 from zinf_core.testing import TierSuite, machine_for
+from zinf_core.tier import Tier
 
 
-def open_in(folder: Path) -> SqliteTier:
+def tier_over(store: SqliteStore) -> Tier:
+    """Return the tier that the laws are checked on."""
+    return BlockingTier(store, name="sqlite", capacity_nbytes=16 << 20, persistent=True)
+
+
+def open_in(folder: Path) -> Tier:
     """Return a tier in a file in `folder`."""
-    return SqliteTier(str(folder / "tensors.db"), capacity_nbytes=16 << 20)
+    return tier_over(SqliteStore(str(folder / "tensors.db")))
 
 
 def text_of(key: TensorKey) -> str:
-    """Return what the tier's file calls `key`."""
+    """Return what the file calls `key`."""
     return json.dumps([key.name, key.kind_value, key.part])
 
 
@@ -28,22 +35,23 @@ class TestSqliteTier(TierSuite):
 
     num_kills = 6
 
-    def open_tier(self, folder: Path) -> SqliteTier:
+    def open_tier(self, folder: Path) -> Tier:
         """Open the tier."""
         self.folder = folder
-        return open_in(folder)
+        self.store = SqliteStore(str(folder / "tensors.db"))
+        return tier_over(self.store)
 
-    def peek(self, tier: SqliteTier, key: TensorKey) -> bytes:
+    def peek(self, tier: Tier, key: TensorKey) -> bytes:
         """Look at what was flushed, through a connection of our own."""
         with contextlib.closing(sqlite3.connect(self.folder / "tensors.db")) as db:
             query = "SELECT data FROM tensors WHERE key = ?"
             found: tuple[bytes] = db.execute(query, (text_of(key),)).fetchone()
         return found[0]
 
-    def poke(self, tier: SqliteTier, key: TensorKey, data: bytes) -> bool:
-        """Change a row, not asking the tier; no other connection may write meanwhile."""
+    def poke(self, tier: Tier, key: TensorKey, data: bytes) -> bool:
+        """Change a row, not asking the store; no other connection may write meanwhile."""
         update = "UPDATE tensors SET data = ? WHERE key = ?"
-        tier._db.execute(update, (data, text_of(key)))  # noqa: SLF001 - a back door
+        self.store._db.execute(update, (data, text_of(key)))  # noqa: SLF001 - a back door
         return True
 
 

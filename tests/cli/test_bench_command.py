@@ -8,7 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from zinf_core.errors import ConfigError, TransferError
 from zinf_storage.bench.disk import IN_MEMORY, Verdict
 from zinf_storage.bench.fio import Fio
 from zinf_storage.bench.grid import Cell, Operation, Order
+from zinf_storage.bench.interrupt import stop_on_interrupt
 from zinf_storage.bench.report import Report, TierReport, from_json, to_json
 from zinf_storage.nvme.posix import SegmentFile
 from zinf_storage.probe import IoPath, probe_path
@@ -331,6 +333,11 @@ def test_one_tier_that_fails_spares_the_others(
         (("host://", "--seconds", "nan"), "is not a time"),
         (("host://", "--json", "{tmp}/absent/out.json"), "cannot write"),
         (("host://", "--chart", "{tmp}"), "cannot write"),
+        (("host://", "--chart", "{tmp}/out"), "its ending is none of"),
+        (("host://", "--chart", "{tmp}/out.xyz"), "its ending is none of"),
+        (("host://", "--chart", "{tmp}/png"), "its ending is none of"),
+        (("nvme://{tmp}/%00",), "a zero byte in its path"),
+        (("nvme://{tmp}/" + "a" * 300,), "File name too long"),
     ],
 )
 def test_refusals(
@@ -338,8 +345,10 @@ def test_refusals(
     message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    own_cache: Path,
 ) -> None:
     """Catches a traceback, or minutes of work, before a no that was certain."""
+    own_cache.mkdir()  # matplotlib keeps a list of fonts there
     before = sorted(tmp_path.iterdir())
     texts = [argument.format(tmp=tmp_path) for argument in arguments]
     assert bench(*texts, "--no-fio") == 2
@@ -358,17 +367,12 @@ def test_no_room(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(small_disk.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_cleanly(
-    folder: Path, tmp_path: Path, install: Install, number: signal.Signals
-) -> None:
-    """Catches files left on the drive, and the rounds before an interrupt thrown away."""
-    install("telling", TELLING, "[zinf.tiers]\ntelling = telling:open_telling\n")
-    out = tmp_path / "out.json"
+@contextmanager
+def reading(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the benchmark in a process of its own; yield when it has begun to measure."""
     command = [
-        sys.executable, "-m", "zinf_core.cli", "bench", "tiers", f"telling://{folder}", "--quick",
-        "--size", "8MiB", "--seconds", "600", "--no-fio", "--json", str(out),
+        sys.executable, "-m", "zinf_core.cli", "bench", "tiers", *arguments, "--quick",
+        "--size", "8MiB", "--seconds", "600", "--no-fio",
     ]  # fmt: skip
     paths = os.pathsep.join(path for path in sys.path if path)
     with subprocess.Popen(
@@ -377,11 +381,42 @@ def test_an_interrupt_ends_cleanly(
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == "reading\n"
-            assert list(folder.iterdir())
-            child.send_signal(number)
-            rest, _ = child.communicate(timeout=60)
+            yield child
         finally:
             child.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["", "/new/deep"])
+def test_what_a_killed_run_left_is_deleted_by_the_next(
+    folder: Path, install: Install, place: str
+) -> None:
+    """Catches gigabytes of test data that stay for good, in a folder that was there or one that
+    was not; and those of a run that lives taken for left over."""
+    install("telling", TELLING, "[zinf.tiers]\ntelling = telling:open_telling\n")
+    (folder / "precious").write_text("x", encoding="utf-8")
+    with reading(f"telling://{folder}{place}") as child:
+        assert bench(f"nvme://{folder}", *TINY) == 0
+        assert len(list(folder.iterdir())) == 2, "that of the living run is still there"
+        child.kill()
+        child.wait(timeout=60)
+    assert len(list(folder.iterdir())) == 2
+    assert bench(f"nvme://{folder}{place}", *TINY) == 0
+    assert [path.name for path in folder.iterdir()] == ["precious"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_ends_cleanly(
+    folder: Path, tmp_path: Path, install: Install, number: signal.Signals
+) -> None:
+    """Catches files left on the drive, and the rounds before an interrupt thrown away."""
+    install("telling", TELLING, "[zinf.tiers]\ntelling = telling:open_telling\n")
+    out = tmp_path / "out.json"
+    with reading(f"telling://{folder}", "--json", str(out)) as child:
+        assert list(folder.iterdir())
+        child.send_signal(number)
+        rest, _ = child.communicate(timeout=60)
     assert child.returncode == EXIT_INTERRUPTED
     assert list(folder.iterdir()) == []
     (tier,) = measured(out).tiers
@@ -451,10 +486,20 @@ def test_reports_that_are_none(
 
 
 def test_handlers_are_put_back() -> None:
-    """Catches a Ctrl-C that nobody hears any more after the benchmark."""
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    """Catches a Ctrl-C that nobody hears any more after the benchmark, and ``nohup`` undone."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     assert bench("host://", "--quick", "--size", "64KiB", "--seconds", "0.01", "--no-fio") == 0
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert [signal.getsignal(number) for number in numbers] == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_interrupt() as should_stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not should_stop()
+            signal.raise_signal(signal.SIGTERM)
+            assert should_stop()
+    finally:
+        signal.signal(signal.SIGHUP, before[2])
 
 
 def test_a_busy_machine_is_told(

@@ -45,7 +45,6 @@ def imported(name: str) -> ModuleType:
 
 sqlite_tier = imported("zinf_sqlite_tier")
 authors_test = imported("test_sqlite_tier")
-SqliteTier = sqlite_tier.SqliteTier
 
 
 class BrokenBlob:
@@ -98,11 +97,11 @@ class TestSqliteTier(authors_test.TestSqliteTier):
 
     def open_tier(self, folder: Path) -> Tier:
         tier = super().open_tier(folder)
-        tier._db = BreakableConnection(tier._db)
+        self.store._db = BreakableConnection(self.store._db)
         return tier
 
     def fail_next(self, tier: Tier, operation: Operation) -> bool:
-        tier._db.armed.add(operation is Operation.READ)
+        self.store._db.armed.add(operation is Operation.READ)
         return True
 
 
@@ -137,8 +136,9 @@ def test_the_package_offers_the_scheme(installed: Path) -> None:
     """Catches an entry point that names nothing, and capacity that does not arrive."""
     tier = open_tier(f"sqlite://{installed}/x.db", capacity_nbytes=5000)
     try:
-        assert type(tier).__name__ == "SqliteTier"
         assert isinstance(tier, Tier)
+        assert tier.name == "sqlite"
+        assert tier.capabilities.persistent
         tier.reserve(key_of(0), 5000)
         with pytest.raises(TierFullError, match="of 1 bytes: 0 left"):
             tier.reserve(key_of(1), 1)
@@ -154,16 +154,28 @@ def test_its_imports_are_public() -> None:
     names = {alias.name for node in nodes for alias in node.names}
     assert not [name for name in (*modules, *names) if "_" in (name[0], name.rpartition(".")[2][0])]
     assert {name.partition(".")[0] for name in modules} == {"zinf_core", "collections"}
-    assert "class SqliteTier:" in text
+    assert "class SqliteStore:" in text
 
 
 def test_a_second_tier_on_the_file_is_refused(tmp_path: Path) -> None:
     """Catches two writers that undo each other's work, and a connection left open."""
-    first = authors_test.open_in(tmp_path)
-    with pytest.raises(TierLockedError, match="locked"):
-        authors_test.open_in(tmp_path)
-    first.close()
-    authors_test.open_in(tmp_path).close()
+    for _ in range(2):  # a new file, then one that is there
+        first = authors_test.open_in(tmp_path)
+        with pytest.raises(TierLockedError, match="locked") as before:
+            authors_test.open_in(tmp_path)
+        first.flush().wait()
+        with pytest.raises(TierLockedError, match="locked") as after:
+            authors_test.open_in(tmp_path)
+        first.close()
+        # SQLite closes its files when no connection of the process has a lock on them any more
+        assert open_files(tmp_path) == [], f"left open by one of {(before, after)}"
+
+
+def open_files(folder: Path) -> list[str]:
+    """Return what this process has open in `folder`; nothing where the system does not say."""
+    entries = Path("/proc/self/fd").glob("*")
+    found = [os.path.realpath(entry) for entry in entries]
+    return sorted(path for path in found if path.startswith(str(folder)))
 
 
 @pytest.mark.parametrize("content", [b"no database, but long enough to be taken for one" * 9, None])
@@ -178,10 +190,11 @@ def test_what_is_no_database_is_refused(tmp_path: Path, content: bytes | None) -
 
 def test_a_key_larger_than_a_row_is_refused(tmp_path: Path) -> None:
     """Catches a bare sqlite3.DataError for keys above SQLite's limit of 1 GB."""
-    tier = SqliteTier(str(tmp_path / "x.db"))
+    tier = sqlite_tier.open_sqlite(TierUrl.parse(f"sqlite://{tmp_path}/x.db"), capacity_nbytes=None)
     try:
-        with pytest.raises(TierFullError, match="bytes: 999000000 left"):
+        with pytest.raises(TierFullError, match=r"reserve of 1000000000 bytes .* too big"):
             tier.reserve(key_of(0), 1_000_000_000)
+        assert list(tier.keys()) == []
     finally:
         tier.close()
 
@@ -224,6 +237,19 @@ def test_the_page_shows_the_files(language: str, name: str) -> None:
     """Catches a page that teaches what the example no longer does."""
     text = (EXAMPLE / name).read_text(encoding="utf-8")
     assert f"```{language}\n{text}```\n" in PAGE.read_text(encoding="utf-8")
+
+
+def test_it_is_as_short_as_the_page_says() -> None:
+    """Catches an example that grows until nobody would write one like it."""
+    text = (EXAMPLE / "zinf_sqlite_tier.py").read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    docs = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    docs = [node for node in docs if isinstance(node.value, ast.Constant)]
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    other = {n for node in (*docs, *imports) for n in range(node.lineno, node.end_lineno + 1)}
+    lines = [line for n, line in enumerate(text.splitlines(), 1) if line.strip() and n not in other]
+    assert 55 <= len(lines) <= 65
+    assert "about 60 lines of code" in PAGE.read_text(encoding="utf-8")
 
 
 CONFIG = """

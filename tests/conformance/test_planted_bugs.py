@@ -13,6 +13,8 @@ from pathlib import Path
 
 import planted_bytes
 import planted_crash
+import planted_flush
+import planted_large
 import planted_prefetch
 import planted_room
 import planted_state
@@ -35,7 +37,23 @@ from zinf_core.testing import (
 from zinf_core.tier import Tier
 from zinf_core.units import MiB
 
-Open = Callable[[], Tier]
+
+class Persistent:
+    """Opens tiers that keep their bytes in a dict, one per folder."""
+
+    def __init__(self, kind: Callable[[dict[TensorKey, bytes]], Tier]) -> None:
+        self._kind = kind
+        self._media: dict[Path, dict[TensorKey, bytes]] = {}
+
+    def open(self, folder: Path) -> Tier:
+        return self._kind(self._media.setdefault(folder, {}))
+
+
+Open = Callable[[], Tier] | Persistent
+
+
+def open_in(folder: Path, open_one: Open) -> Tier:
+    return open_one.open(folder) if isinstance(open_one, Persistent) else open_one()
 
 
 class PlantedSuite(TierSuite):
@@ -47,7 +65,7 @@ class PlantedSuite(TierSuite):
         self._open_one = open_one
 
     def open_tier(self, folder: Path) -> Tier:
-        return self._open_one()
+        return open_in(folder, self._open_one)
 
     def peek(self, tier: Tier, key: TensorKey) -> bytes | None:
         return bytes(tier._stored[key]) if isinstance(tier, DictTier) else None
@@ -69,11 +87,6 @@ def _deferred(kind: type[DeferredTier]) -> Open:
 
 def _faulty(kind: type[FaultyTier]) -> Open:
     return lambda: kind(DictTier())
-
-
-def _persistent(kind: Callable[[dict[TensorKey, bytes]], Tier]) -> Open:
-    medium: dict[TensorKey, bytes] = {}
-    return lambda: kind(medium)
 
 
 CAUGHT: list[tuple[Open, str]] = [
@@ -110,14 +123,28 @@ CAUGHT: list[tuple[Open, str]] = [
     (planted_state.OpenAfterClose, "test_law_12_closed_tiers_refuse"),
     (planted_state.SharedScratch, "test_law_13_threads"),
     (planted_state.OneThreadOnly, "test_law_13_another_thread_may_wait"),
-    (_persistent(planted_state.OpenTruncates), "test_law_14_reopening"),
-    (_persistent(planted_state.OpenTruncates), "test_law_14_without_flush"),
-    (_persistent(planted_state.FlushForgetsOne), "test_law_14_reopening"),
+    (Persistent(planted_state.OpenTruncates), "test_law_14_reopening"),
+    (Persistent(planted_state.OpenTruncates), "test_law_14_without_flush"),
+    (Persistent(planted_state.FlushForgetsOne), "test_law_14_reopening"),
     (_deferred(planted_state.DiscardFreesTooEarly), "test_discard_spares_transfers"),
     (_deferred(planted_state.DiscardFreesTooEarly), "test_discard_ends_late_writes"),
     (planted_state.LiveKeys, "test_keys_is_a_snapshot"),
     (planted_state.PromisesMap, "test_capabilities_are_sane"),
     (planted_state.MapIsACopy, "test_map_is_the_key"),
+    (planted_large.LastRequestLost, "test_law_01_large_keys"),
+    (planted_large.LaterRequestsAtTheirOwnOffset, "test_law_03_large_ranges"),
+    (planted_large.LargeWritesCarryTheRest, "test_law_03_large_side_by_side"),
+    (planted_large.KeepsLargeDestination, "test_law_06_large_buffers"),
+    (planted_large.AdoptsLargeSource, "test_law_06_large_buffers"),
+    (planted_threads.GivesUpSilently, "test_law_06_short_waits"),
+    (planted_threads.DoneAndImpatient, "test_law_06_short_waits"),
+    (planted_threads.TwoOwners, "test_law_08_one_name"),
+    (planted_threads.Overbooks, "test_law_08_last_room"),
+    (_deferred(planted_threads.SecondCloseEarly), "test_law_12_every_close_settles"),
+    (Persistent(planted_flush.JoinsRunningFlush), "test_law_14_flushes_overlap"),
+    (Persistent(planted_flush.OlderFlushWins), "test_law_14_flushes_overlap"),
+    (Persistent(planted_flush.FlushForgetsDiscards), "test_law_14_flushes_overlap"),
+    (Persistent(planted_flush.TornFlush), "test_law_14_one_moment"),
     (planted_threads.UnlockedTable, "test_law_13_lifetimes"),
     (planted_threads.ClearsBeforeWriting, "test_law_13_one_key"),
     (planted_threads.ReadsFreedMemory, "test_law_12_close_meets_submitters"),
@@ -144,6 +171,7 @@ CRASH_CAUGHT: list[tuple[type[TierSuite], str]] = [
     (planted_crash.FolderTierAsWholeSuite, "neither as the last acknowledged flush"),
     (planted_crash.OpenRewritesSuite, "neither as the last acknowledged flush"),
     (planted_crash.ForgetsInMemorySuite, "neither as the last acknowledged flush"),
+    (planted_flush.FlushTakesWhatComesLaterSuite, "neither as the last acknowledged flush"),
     (planted_crash.WritesInPlaceSuite, r"process \d+, .*: layers"),
     (planted_crash.AcknowledgesEarlyByKeySuite, r"process \d+, .*: layers"),
 ]
@@ -184,12 +212,57 @@ def test_suite_catches_threads_left_behind(stop: threading.Event, tmp_path: Path
     assert set(failures_of(suite, tmp_path, only=check)) == {check}
 
 
+FEW = settings(
+    max_examples=200,
+    stateful_step_count=30,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+HANGING = [
+    (planted_threads.OneWaiter, "test_law_13_another_thread_may_wait"),
+    (planted_threads.WaitsForEver, "test_law_03_side_by_side"),
+    (planted_threads.CloseHangs, "test_law_12_close_settles"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "check"), HANGING)
+def test_suite_ends_where_a_tier_hangs(
+    kind: Callable[[threading.Event], Tier], check: str, stop: threading.Event, tmp_path: Path
+) -> None:
+    """Catches a kit that waits for ever with the tier, and does not say what it waits for."""
+    suite = PlantedSuite(lambda: kind(stop))
+    suite.limit_s = 1.0
+    failed = failures_of(suite, tmp_path, only=check)
+    assert {name.partition("[")[0] for name in failed} == {check}
+    assert all("_stop.wait()" in message for message in failed.values())
+
+
 @pytest.mark.slow
 def test_suite_passes_a_sound_tier(tmp_path: Path) -> None:
     """Catches a runner that reports failures of its own making."""
     suite = PlantedSuite(lambda: FaultyTier(DictTier(capacity_nbytes=16 * MiB)))
     suite.timeout_s = 30.0
     assert failures_of(suite, tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_machine_ends_where_a_tier_hangs(stop: threading.Event) -> None:
+    """Catches a state machine that waits for ever with the tier."""
+    machine = machine_for(lambda folder: planted_threads.WaitsForEver(stop), timeout_s=0.2)
+    with pytest.raises(AssertionError, match=r"wait\(timeout_s=0.2\) has not ended after 0.4 s"):
+        run_state_machine_as_test(machine, settings=FEW)
+
+
+def test_suite_passes_flushes_that_are_late(tmp_path: Path) -> None:
+    """Catches checks of overlapping flushes that a sound tier fails, if it takes its time."""
+    for i, check in enumerate(("test_law_14_flushes_overlap", "test_law_14_one_moment")):
+        suite = PlantedSuite(Persistent(planted_flush.LateFlush))
+        assert failures_of(suite, tmp_path / str(i), only=check) == {}
 
 
 def test_every_law_has_a_test() -> None:
@@ -217,8 +290,10 @@ MACHINE_CATCHES: list[Open] = [
     planted_state.WriteCreates,
     planted_state.DiscardIgnoresAbsent,
     lambda: planted_state.FailedReserveLeaks(capacity_nbytes=MiB),
-    _persistent(planted_state.OpenTruncates),
-    _persistent(planted_state.FlushForgetsOne),
+    Persistent(planted_state.OpenTruncates),
+    Persistent(planted_state.FlushForgetsOne),
+    Persistent(planted_flush.JoinsRunningFlush),
+    Persistent(planted_flush.OlderFlushWins),
     _deferred(planted_state.CloseForgets),
     _deferred(planted_state.DiscardFreesTooEarly),
     _deferred(planted_prefetch.PrefetchIgnoresOffset),
@@ -229,16 +304,7 @@ MACHINE_CATCHES: list[Open] = [
 @pytest.mark.parametrize("open_one", MACHINE_CATCHES)
 def test_machine_catches(open_one: Open) -> None:
     """Catches a machine whose rules never meet, or whose model forgives."""
-    machine = machine_for(lambda folder: open_one(), timeout_s=0.5)
-    found = settings(
-        max_examples=200,
-        stateful_step_count=30,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    machine = machine_for(lambda folder: open_in(folder, open_one), timeout_s=0.5)
     with pytest.raises(BaseException, match=r".") as caught:
-        run_state_machine_as_test(machine, settings=found)
+        run_state_machine_as_test(machine, settings=FEW)
     assert not isinstance(caught.value, KeyboardInterrupt)

@@ -52,7 +52,7 @@ def test_own_suite_needs_no_settings(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN_FILE)
     result = run_pytest(tmp_path, "-k", "law_01 or kills")
     assert result.returncode == 0, result.stdout
-    assert "11 passed, 3 skipped" in result.stdout
+    assert "12 passed, 3 skipped" in result.stdout
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_kit_checks_the_tier_at_a_url(tmp_path: Path) -> None:
         "-k", "law_01 or full_tier or machine",
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
-    assert "13 passed, 2 skipped" in result.stdout
+    assert "14 passed, 2 skipped" in result.stdout
     assert "has no peek" in result.stdout
 
 
@@ -84,7 +84,7 @@ def test_kit_gives_each_test_a_folder(tmp_path: Path) -> None:
         tmp_path, "--zinf-tier", url, "--zinf-kills", "2", "-k", "kills or look_alikes or keys"
     )
     assert result.returncode == 0, result.stdout
-    assert "5 passed" in result.stdout
+    assert "6 passed" in result.stdout
 
 
 @pytest.mark.slow

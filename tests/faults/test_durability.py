@@ -89,7 +89,8 @@ def test_p13_a_save_that_fails(tmp_path: Path, call: str, number: int) -> None:
 
 
 def test_p13_a_save_on_a_full_disk(small_disk: Path) -> None:
-    """P13: the same on a real full disk, between two files of which only one fits."""
+    """P13: a disk that is full to the last byte does not keep the save from being made: there is
+    no room for another file but that which the tier keeps for it."""
     tier = NvmeTier.open(small_disk / "z", options=replace(OPTIONS, segment_nbytes=128 * KiB))
     try:
         tier.reserve(_key(0), 50_001)
@@ -100,13 +101,12 @@ def test_p13_a_save_on_a_full_disk(small_disk: Path) -> None:
         with open(small_disk / "rest", "wb", buffering=0) as rest:  # noqa: PTH123
             while _is_room_in(rest):
                 pass
-        with pytest.raises(TierFullError, match=f"{small_disk}.*bytes are free there"):
-            tier.flush().wait()
+        tier.flush().wait()
     finally:
         tier.close()
     tier = NvmeTier.open(small_disk / "z", options=OPTIONS)
     try:
-        assert _load(tier, 0) == _noise(0)
+        assert _load(tier, 0) == _noise(0, 1)
     finally:
         tier.close()
 

@@ -19,6 +19,7 @@ from parity.support import TIERS, assert_same, train_plain, train_tightest
 from parity.test_architectures import recipe as architecture
 from parity.test_matrix import OPTIMIZERS, plain, recipe
 from parity.zoo import ARCHITECTURES
+from zinf_core.blocking import BlockingTier
 from zinf_core.testing import DeferredTier, DictTier, seeded_order
 from zinf_core.testing.simulated import SimulatedDevice
 
@@ -42,7 +43,8 @@ Place = Callable[[Path, ExitStack], tuple[str, Mapping[str, Any]]]
 
 
 def _sqlite_object(folder: Path, stack: ExitStack) -> tuple[str, Mapping[str, Any]]:
-    tier = _sqlite().SqliteTier(folder / "states.db")
+    store = _sqlite().SqliteStore(str(folder / "states.db"))
+    tier = BlockingTier(store, name="db", persistent=True)
     stack.callback(tier.close)
     return "db", {"tiers": {"db": tier}}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -104,6 +105,8 @@ class FailingCalls:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.log: list[str] = []
+        self.failed_in: set[str] = set()
+        """Functions that the failed call was made in."""
         self._armed: tuple[str, int, OSError | int] | None = None
         self._lock = threading.Lock()
 
@@ -133,6 +136,7 @@ class FailingCalls:
                 failure = None
                 if self._armed and self._armed[:2] == (name, number):
                     failure, self._armed = self._armed[2], None
+                    self.failed_in = {frame.name for frame in traceback.extract_stack()}
             if isinstance(failure, OSError):
                 raise failure
             if isinstance(failure, int):

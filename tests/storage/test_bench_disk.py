@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -129,12 +131,14 @@ def test_scratch_places(tmp_path: Path) -> None:
         fresh = Path(TierUrl.parse(inner[0]).path)
         assert fresh.parent == existing
         assert TierUrl.parse(inner[0]).options == {"num_threads": "2"}
-        assert inner[1] == f"throttled://[nvme://{absent}]"
+        deep = Path(TierUrl.parse(TierUrl.parse(inner[1]).inner[0]).path)
+        assert deep.name == absent.name
+        assert deep.parent.parent == tmp_path
         assert scratch.local_paths() == (fresh,)
-        assert set(scratch.drives()) == {fresh, tmp_path}
-        absent.mkdir(parents=True)
-        (absent / "segment").write_text("x", encoding="utf-8")
-        assert scratch.local_paths() == (fresh, absent)
+        assert set(scratch.drives()) == {fresh, deep.parent}
+        deep.mkdir()
+        (deep / "segment").write_text("x", encoding="utf-8")
+        assert scratch.local_paths() == (fresh, deep)
     assert sorted(tmp_path.iterdir()) == [existing]
     assert [item.name for item in existing.iterdir()] == ["precious"]
 
@@ -149,8 +153,15 @@ def test_files_and_names_that_are_no_paths(tmp_path: Path, monkeypatch: pytest.M
             assert scratch.url == url
             assert scratch.local_paths() == ((old,) if "sqlite" in url else ())
     with scratch_of(f"sqlite://{new}") as scratch:
-        new.write_text("x", encoding="utf-8")
-        assert scratch.local_paths() == (new,)
+        used = Path(TierUrl.parse(scratch.url).path)
+        assert used.name == new.name
+        for suffix in ("", "-wal"):
+            used.with_name(used.name + suffix).write_text("x", encoding="utf-8")
+        assert scratch.local_paths() == (used,)
+    with scratch_of("sqlite://a/b.db") as scratch:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "b.db").write_text("x", encoding="utf-8")
+        assert scratch.local_paths() == (Path("a/b.db"),)
     folder = tmp_path / "bucket"
     folder.mkdir()
     with scratch_of(f"object://file://{folder}") as scratch:
@@ -186,14 +197,38 @@ def test_refusals(tmp_path: Path) -> None:
             pass
 
 
-def test_what_others_made_meanwhile_stays(tmp_path: Path) -> None:
-    """Catches a new folder deleted with what somebody else put into its parents."""
-    theirs = tmp_path / "new" / "theirs"
-    with scratch_of(f"nvme://{tmp_path}/new/deep/zinf"):
-        (tmp_path / "new" / "deep" / "zinf").mkdir(parents=True)
-        theirs.mkdir()
-        (theirs / "x").write_text("precious")
-    assert sorted(tmp_path.rglob("*")) == [tmp_path / "new", theirs, theirs / "x"]
+def test_left_overs_are_told_from_what_is_in_use(tmp_path: Path) -> None:
+    """Catches a living run's folder deleted under it, a dead one's kept, and something of
+    somebody else's deleted because its name begins like ours."""
+    theirs = tmp_path / ".zinf-bench-notes.txt"
+    theirs.write_text("precious", encoding="utf-8")
+    link = tmp_path / ".zinf-bench-abcd1234"
+    link.symlink_to(tmp_path)
+    with scratch_of(f"nvme://{tmp_path}") as living:
+        left_over = tmp_path / ".zinf-bench-dead0000"
+        (left_over / "deep").mkdir(parents=True)
+        (left_over / "deep" / "segment").write_text("x", encoding="utf-8")
+        with scratch_of(f"nvme://{tmp_path}") as other:
+            folders = {Path(TierUrl.parse(scratch.url).path) for scratch in (living, other)}
+            assert set(tmp_path.iterdir()) == {theirs, link, *folders}
+    assert set(tmp_path.iterdir()) == {theirs, link}
+
+
+def test_without_locks_nothing_is_taken_for_left_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a benchmark that cannot run where there are no locks, or that deletes what may be
+    in use by another machine."""
+    left_over = tmp_path / ".zinf-bench-dead0000"
+    left_over.mkdir()
+
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with scratch_of(f"nvme://{tmp_path}") as scratch:
+        assert Path(TierUrl.parse(scratch.url).path).is_dir()
+    assert list(tmp_path.iterdir()) == [left_over]
 
 
 def test_dangling_link_is_refused(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_the_tuned_setting(effort: Effort, data: st.DataObject) -> None:
 def test_tuned_urls_keep_the_other_options() -> None:
     """Catches options lost, or a size that the tier cannot parse."""
     url = with_setting("nvme:///a%20b?verify_reads=1&io_nbytes=4KiB", default_setting())
-    assert url == "nvme:///a%20b?verify_reads=1&io_nbytes=1MiB&num_threads=8"
+    assert url == "nvme:///a%20b?verify_reads=1&io_nbytes=1MiB&num_threads=16"
 
 
 def sample(*, read: int = 0, written: int = 0) -> Sample:

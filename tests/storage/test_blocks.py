@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zinf_storage
 from zinf_core.errors import InternalError
 from zinf_core.runtime.manifest import Region
-from zinf_storage.nvme.blocks import ByteRange, pieces
+from zinf_storage.nvme.pieces import pieces
+from zinf_storage.transfers.blocks import ByteRange
 
 PAGE = 4096
 
@@ -60,3 +64,17 @@ def test_pieces_outside_the_extent_are_a_bug_that_shows() -> None:
     """Catches an overrun that would read a neighbour's bytes."""
     with pytest.raises(InternalError):
         list(pieces([Region(segment=0, offset=0, nbytes=PAGE)], 0, PAGE + 1))
+
+
+def test_tiers_share_only_what_lies_beside_them() -> None:
+    """Catches a part of one tier that another comes to depend on."""
+    packages = ("chunked", "nvme", "object_store")
+    root = Path(zinf_storage.__file__).parent
+    found = [
+        f"{path.relative_to(root)} imports {other}"
+        for package in packages
+        for path in sorted((root / package).glob("*.py"))
+        for other in packages
+        if other != package and f"zinf_storage.{other}" in path.read_text(encoding="utf-8")
+    ]
+    assert found == []

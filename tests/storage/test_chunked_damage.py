@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from chunked_helpers import (
     CHECKED,
@@ -19,7 +21,8 @@ from chunked_helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf_core.errors import CorruptDataError, TierError, TransferError
+from zinf_core.completion import CompletedTransfer, Completion
+from zinf_core.errors import CorruptDataError, TierError, TierFullError, TransferError
 from zinf_core.testing import DictTier, FaultyTier, Operation
 from zinf_storage.chunked import ChunkedOptions, ChunkedTier, codec_named
 from zinf_storage.chunked.names import ChunkName
@@ -118,7 +121,7 @@ def test_lost_chunks_are_noticed_at_open() -> None:
         flush(tier)
     lost = {name: media[1].pop(name) for name in list(media[1])[:1]}
     before = [dict(medium) for medium in media]
-    with pytest.raises(CorruptDataError, match="is not on dict1"):
+    with pytest.raises(CorruptDataError, match=r"dict1 \(inner tier 2\) holds no chunk"):
         ChunkedTier.open(dicts(media), options=SMALL)
     assert media == before
     media[1].update(lost)
@@ -149,6 +152,54 @@ def test_failures_name_the_whole_way(operation: Operation) -> None:
         ):
             assert word in message, f"{word!r} is not in {message!r}"
         assert caught.value.errno == 5
+
+
+class UnflushedTier(DictTier):
+    """A persistent tier whose flushes fail with `number`, if it is not 0, at either moment."""
+
+    number = 0
+    at_submit = False
+
+    def flush(self) -> Completion:
+        error: TierError = TransferError(self.number, "planned")
+        if self.number in {errno.ENOSPC, errno.EDQUOT}:
+            error = TierFullError(self.number, "planned")
+        if self.number and self.at_submit:
+            raise error
+        return CompletedTransfer(error) if self.number else super().flush()
+
+
+@pytest.mark.parametrize("at_submit", [False, True])
+@pytest.mark.parametrize(
+    ("numbers", "expected", "kind"),
+    [
+        ((errno.ENOSPC, errno.ENOSPC), errno.ENOSPC, TierFullError),
+        ((errno.EDQUOT, errno.EDQUOT), errno.EDQUOT, TierFullError),
+        ((errno.ENOSPC, errno.EDQUOT), errno.ENOSPC, TierFullError),
+        ((0, errno.ENOSPC), errno.ENOSPC, TierFullError),
+        ((errno.EROFS, errno.EROFS), errno.EROFS, TransferError),
+        ((0, errno.EROFS), errno.EROFS, TransferError),
+        ((errno.EROFS, errno.EACCES), errno.EIO, TransferError),
+        ((errno.ENOSPC, errno.EIO), errno.EIO, TransferError),
+    ],
+)
+def test_what_all_drives_fail_with_is_told(
+    numbers: tuple[int, int], expected: int, kind: type[TierError], *, at_submit: bool
+) -> None:
+    """Catches full drives reported as broken ones because there are two of them, and a failure
+    that does not say whose it is."""
+    inner = [UnflushedTier("drive0", medium={}), UnflushedTier("drive1", medium={})]
+    with opened(inner) as tier:
+        for one, number in zip(inner, numbers, strict=True):
+            one.number, one.at_submit = number, at_submit
+        with pytest.raises(kind) as caught:
+            flush(tier)
+        assert caught.value.errno == expected
+        for name, number in zip(("drive0", "drive1"), numbers, strict=True):
+            assert (f"{name} (inner tier" in str(caught.value)) == bool(number)
+        for one in inner:
+            one.number = 0
+        flush(tier)
 
 
 def test_an_inner_tier_closed_by_others() -> None:

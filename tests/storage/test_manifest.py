@@ -23,6 +23,8 @@ from zinf_core.runtime.manifest import (
     ManifestSegment,
     Region,
     SystemFileCalls,
+    max_entry_nbytes,
+    max_manifest_nbytes,
     parse,
     serialize,
     write_atomically,
@@ -77,6 +79,35 @@ def entry(
 def test_what_was_serialized_is_parsed() -> None:
     """Catches a field left out or swapped; also names that are not valid UTF-8."""
     assert parse(serialize(GOOD), path="m") == GOOD
+
+
+@given(
+    st.lists(st.tuples(*[st.text(max_size=60)] * 3), max_size=9, unique=True),
+    st.integers(0, 1 << 20),
+    st.sampled_from([PAGE, 1 << 20]),
+    st.integers(0, 70),
+)
+def test_no_manifest_is_larger_than_what_room_is_kept_for(
+    names: list[tuple[str, str, str]], nbytes: int, block_nbytes: int, num_segments: int
+) -> None:
+    """Catches a field whose largest number or name nobody counted."""
+    big = (1 << 62) - 1
+    segments = tuple(
+        ManifestSegment(number=big - i, name=f"segment-{999_999_999 - i}.zinf", nbytes=big)
+        for i in range(num_segments)
+    )
+    entries = tuple(
+        ManifestEntry(
+            key=TensorKey(*name), nbytes=nbytes, block_nbytes=block_nbytes,
+            regions=(Region(segment=big, offset=big, nbytes=big),) * min(8, -(-nbytes // PAGE)),
+            checksums=((1 << 64) - 1,) * -(-nbytes // block_nbytes),
+        )
+        for name in names
+    )  # fmt: skip
+    data = serialize(Manifest(generation=big, segments=segments, entries=entries))
+    kept = sum(max_entry_nbytes(entry.key, nbytes, block_nbytes) for entry in entries)
+    assert len(data) <= max_manifest_nbytes(kept, num_segments)
+    assert max_manifest_nbytes(kept, num_segments) <= 3 * len(data) + 1024
 
 
 @given(st.data())
@@ -174,7 +205,7 @@ def test_an_atomic_write_replaces_and_leaves_nothing_beside(tmp_path: Path) -> N
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("name", ["open", "write", "fsync", "replace"])
+@pytest.mark.parametrize("name", ["open", "write", "ftruncate", "fsync", "replace"])
 def test_a_failed_atomic_write_keeps_the_old_bytes(tmp_path: Path, name: str) -> None:
     """Catches a file truncated or half written in place when the disk is full."""
     path = tmp_path / "m.zinf"
@@ -195,3 +226,14 @@ def test_a_short_write_goes_on(tmp_path: Path) -> None:
     calls = SystemFileCalls(write=lambda fd, data: os.write(fd, data[:3]))
     write_atomically(tmp_path / "m", b"0123456789", calls=calls)
     assert (tmp_path / "m").read_bytes() == b"0123456789"
+
+
+def test_a_manifest_is_staged_in_the_blocks_that_are_there(tmp_path: Path) -> None:
+    """Catches room that was taken ahead given up before the bytes are in it, and rests of it
+    behind the bytes."""
+    staged = tmp_path / "m.tmp"
+    staged.write_bytes(b"x" * 9)
+    number = staged.stat().st_ino
+    write_atomically(tmp_path / "m", b"1234")
+    assert (tmp_path / "m").read_bytes() == b"1234"
+    assert (tmp_path / "m").stat().st_ino == number

@@ -64,6 +64,7 @@ def test_a_commit_syncs_before_it_names(tmp_path: Path) -> None:
         store(tier, key(0), noise(NBYTES))
         traced.log.clear()
         flush(tier)
-        manifest = ["open", "write", "fsync", "replace"]
+        manifest = ["open", "write", "ftruncate", "fsync", "replace"]
         folder = ["open", "fsync"]
-        assert traced.log == ["fdatasync", *manifest, *folder]
+        room_for_the_next = ["statvfs", "open", "fallocate"]
+        assert traced.log == ["fdatasync", *manifest, *folder, *room_for_the_next]

@@ -153,7 +153,10 @@ def _run_with_failure(folder: Path, name: str, nth: int, number: int) -> None:
         # Where a segment does not fit, a smaller one may.
         is_smaller = number in FULL and name in {"open", "fallocate", "fsync"}
         assert len(workload.errors) <= 1
-        assert workload.errors or is_advice or is_retried or is_smaller, f"{name} number {nth}"
+        # Room for the manifest after the next is not what a commit is asked for.
+        is_ahead = "_renew" in failing.failed_in
+        is_fine = is_advice or is_retried or is_smaller or is_ahead
+        assert workload.errors or is_fine, f"{name} number {nth}"
         for error in workload.errors:
             _check_error(error, folder, number)
         for which in workload.expected:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from nvme_helpers import (
 from test_nvme_folder import child
 
 from zinf_core.errors import KeyAbsentError, TierFullError
+from zinf_core.keys import StateKind, TensorKey
 from zinf_storage.nvme import NvmeTier
 
 PAGE = 4096
@@ -138,7 +141,7 @@ def test_a_smaller_segment_is_tried_when_the_disk_is_nearly_full(tmp_path: Path)
     """Catches a refusal because a whole segment does not fit although the key would."""
     failing = FailingCalls()
     with opened(tmp_path, SMALL, failing.calls()) as tier:
-        failing.arm("fallocate", OSError(errno.ENOSPC, "full"))
+        failing.arm("fallocate", OSError(errno.ENOSPC, "full"), nth=1)  # the first: the manifest's
         store(tier, key(0), noise(PAGE))
         assert tier.usage().allocated_nbytes == 2 * PAGE
         assert [p.stat().st_size for p in tmp_path.glob("segment-*")] == [2 * PAGE]
@@ -202,3 +205,90 @@ def _store_until_refused(tier: NvmeTier, stored: list[int]) -> None:
         tier.reserve(key(i), 8 * PAGE)
         write(tier, key(i), noise(8 * PAGE, i))
         stored.append(i)
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def drive(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue({"tmpfs": "small_disk", "ext4": "small_ext4"}[request.param])
+
+
+def fill_to_the_last_byte(drive: Path) -> None:
+    """Take all there is on the drive, as somebody's log would, also what was given back since."""
+    with (drive / "log").open("ab", buffering=0) as log:
+        for size in (64 * PAGE, PAGE, 1):
+            with suppress(OSError):
+                while log.write(bytes(size)):
+                    continue
+        os.fsync(log.fileno())
+
+
+@pytest.mark.slow
+def test_a_full_drive_does_not_keep_a_flush_from_succeeding(drive: Path) -> None:
+    """Catches a last checkpoint that cannot be made because somebody filled the drive, with more
+    keys than before, with none written before, and time after time."""
+    with opened(drive / "ours", TIGHT) as tier:
+        flush(tier)
+        for i in range(6):
+            tier.reserve(key(i), 2 * PAGE)
+        for round_ in range(4):
+            fill_to_the_last_byte(drive)
+            for i in range(6):
+                write(tier, key(i), noise(2 * PAGE, 10 * round_ + i))
+                flush(tier)
+        with suppress(TierFullError):
+            tier.reserve(key(6), 2 * PAGE)
+        write(tier, key(0), noise(2 * PAGE, 99))
+        flush(tier)
+    with opened(drive / "ours", TIGHT) as tier:
+        expected = [noise(2 * PAGE, 99), *(noise(2 * PAGE, 30 + i) for i in range(1, 6))]
+        assert [read(tier, key(i)) for i in range(6)] == expected
+        fill_to_the_last_byte(drive)
+        write(tier, key(1), noise(2 * PAGE, 98))
+        flush(tier)
+
+
+@pytest.mark.slow
+def test_keys_are_reserved_as_long_as_they_can_be_committed(drive: Path) -> None:
+    """Catches room for a few keys promised to many, whose manifest does not fit."""
+    with opened(drive / "ours", replace(SMALL, segment_nbytes=8 * PAGE)) as tier:
+        tier.reserve(key(0), 8 * PAGE)
+        tier.discard(key(0))
+        fill_to_the_last_byte(drive)
+        with pytest.raises(TierFullError, match="room to commit one more key"):
+            _reserve_until_refused(tier)
+        count = len(list(tier.keys()))
+        assert count > 1
+        flush(tier)
+        fill_to_the_last_byte(drive)
+        flush(tier)
+        tier.discard(next(tier.keys()))
+        tier.reserve(key(1), 4 * PAGE)
+    with opened(drive / "ours", SMALL) as tier:
+        assert len(list(tier.keys())) == count
+
+
+def _reserve_until_refused(tier: NvmeTier) -> None:
+    for i in range(10_000):
+        tier.reserve(TensorKey.of(f"{i}" * 400, StateKind.PARAM), 0)
+
+
+@pytest.mark.slow
+def test_a_drive_filled_while_closed_keeps_its_last_flush(drive: Path) -> None:
+    """Catches a folder that cannot be opened on a full drive, or a failed flush that costs the
+    last one."""
+    with opened(drive / "ours", TIGHT) as tier:
+        store(tier, key(0), noise(2 * PAGE))
+        flush(tier)
+    assert not (drive / "ours" / "manifest.zinf.tmp").exists()
+    fill_to_the_last_byte(drive)
+    with opened(drive / "ours", TIGHT) as tier:
+        write(tier, key(0), noise(2 * PAGE, 1))
+        with pytest.raises(TierFullError, match=f"{drive}.*bytes are free there"):
+            flush(tier)
+        (drive / "log").unlink()
+        flush(tier)
+        fill_to_the_last_byte(drive)
+        write(tier, key(0), noise(2 * PAGE, 2))
+        flush(tier)
+    with opened(drive / "ours", TIGHT) as tier:
+        assert read(tier, key(0)) == noise(2 * PAGE, 2)

@@ -23,6 +23,14 @@ MANIFEST_VERSION: Final = 1
 _FORMAT: Final = RecordFormat(b"zinf-mf\n", MANIFEST_VERSION)
 _MAX_NBYTES: Final = 1 << 62
 _MAX_BLOCK_NBYTES: Final = GiB
+_HEAD: Final = 5
+"""Most bytes that msgpack puts before a list or a text."""
+_NUMBER: Final = 9
+"""Most bytes of a number."""
+_FRAME_NBYTES: Final = 256
+_SEGMENT_NBYTES: Final = 64
+_MAX_REGIONS: Final = 8
+"""Pieces of an extent that room is kept for; extents are in one, unless the drive is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -95,6 +103,11 @@ class FileCalls(Protocol):
         ...
 
     @property
+    def ftruncate(self) -> Callable[..., None]:
+        """As `os.ftruncate`."""
+        ...
+
+    @property
     def replace(self) -> Callable[..., None]:
         """As `os.replace`."""
         ...
@@ -107,6 +120,7 @@ class SystemFileCalls:
     open: Callable[..., int] = os.open
     write: Callable[..., int] = os.write
     fsync: Callable[..., None] = os.fsync
+    ftruncate: Callable[..., None] = os.ftruncate
     replace: Callable[..., None] = os.replace
 
 
@@ -122,16 +136,17 @@ def write_atomically(path: Path, data: bytes, *, calls: FileCalls | None = None)
 def stage(path: Path, data: bytes, *, calls: FileCalls | None = None) -> Path:
     """Write `data` durably to a file beside `path` and return that file's path. Blocks.
 
-    Raises OSError; `path` is never touched.
+    Uses the blocks of that file if it is there. Raises OSError; `path` is never touched.
     """
     calls = calls or SystemFileCalls()
     beside = path.with_name(path.name + ".tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = calls.open(beside, flags, 0o600)
     try:
         rest = memoryview(data)
         while rest:
             rest = rest[calls.write(fd, rest) :]
+        calls.ftruncate(fd, len(data))
         calls.fsync(fd)
     finally:
         os.close(fd)
@@ -184,6 +199,20 @@ def parse(data: bytes, *, path: str) -> Manifest:
             "empty"
         ) from exc
     return manifest
+
+
+def max_entry_nbytes(key: TensorKey, nbytes: int, block_nbytes: int) -> int:
+    """Return the most bytes that an entry takes whose extent is in `_MAX_REGIONS` pieces. Pure."""
+    texts = (key.name, key.kind_value, key.part)
+    names = sum(_HEAD + len(text.encode(errors="surrogatepass")) for text in texts)
+    regions = min(-(-nbytes // PAGE_NBYTES), _MAX_REGIONS) * (_HEAD + 3 * _NUMBER)
+    checksums = -(-nbytes // block_nbytes) * _NUMBER
+    return 4 * _HEAD + names + 2 * _NUMBER + regions + checksums
+
+
+def max_manifest_nbytes(entries_nbytes: int, num_segments: int) -> int:
+    """Return the most bytes that a manifest takes whose entries take `entries_nbytes`. Pure."""
+    return _FRAME_NBYTES + num_segments * _SEGMENT_NBYTES + entries_nbytes
 
 
 def _packed_entry(entry: ManifestEntry) -> list[object]:

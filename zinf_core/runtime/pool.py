@@ -165,8 +165,11 @@ class BufferPool:
     def _make_room(self, nbytes: int, capacity: int) -> None:
         room = self.budget_nbytes - self._leased_nbytes
         if capacity > room:
+            asked = format_nbytes(nbytes)
+            if capacity != nbytes:
+                asked += f" ({capacity} bytes in whole pages)"
             raise PoolExhaustedError(
-                f"pool {self.name}: {format_nbytes(nbytes)} asked, "
+                f"pool {self.name}: {asked} asked, "
                 f"{format_nbytes(max(room, 0))} of {format_nbytes(self.budget_nbytes)} not leased"
             )
         for size in sorted(self._free, reverse=True):

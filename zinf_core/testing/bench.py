@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -16,10 +16,14 @@ from zinf_core.keys import StateKind, TensorKey
 from zinf_core.testing.crash_model import FlushScope
 from zinf_core.testing.crash_orders import SuiteReference
 from zinf_core.testing.faults import Operation
+from zinf_core.testing.limits import run_together
 from zinf_core.tier import Tier
 
 SIZES: Final = (0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 65537, (1 << 20) + 5)
 """Bytes: around the alignments of storage, and nothing at all."""
+
+LIMIT_S: Final = 120.0
+"""Seconds after which a whole check counts as stuck, unless the suite says otherwise."""
 
 POISONS: Final = (0xA5, 0x5A)
 """What destinations hold before a read: a byte left untouched differs from data in one of them."""
@@ -76,10 +80,11 @@ class TierHooks(Protocol):
 class Bench:
     """One open tier and short ways to use it. Not thread-safe, except `read` and `store`."""
 
-    def __init__(self, hooks: TierHooks, folder: Path) -> None:
-        """Open the tier of `hooks` in `folder`."""
+    def __init__(self, hooks: TierHooks, folder: Path, *, limit_s: float = LIMIT_S) -> None:
+        """Open the tier of `hooks` in `folder`. A check that takes `limit_s` seconds is stuck."""
         self.hooks = hooks
         self.folder = folder
+        self.limit_s = limit_s
         self.tier: Tier = hooks.open_tier(folder)
 
     @property
@@ -140,6 +145,10 @@ class Bench:
     def close(self) -> None:
         """Close the tier."""
         self.hooks.close(self.tier)
+
+    def together(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Run `calls` on a thread each, begun together; raise what failed first."""
+        run_together(calls, limit_s=self.limit_s / 2, what="work on several threads")
 
     def ranges(self, nbytes: int) -> list[tuple[int, int]]:
         """Return legal ``(offset, length)`` of a key of `nbytes`: head, middle, tail, all, none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -29,6 +30,7 @@ from zinf_core.testing.crash_model import (
     workload,
 )
 from zinf_core.testing.crash_orders import Orders, Report
+from zinf_core.testing.limits import run_limited
 
 _ENDLESS: Final = 1_000_000
 _LAST_STEPS: Final = 60
@@ -88,10 +90,15 @@ def kill_repeatedly(hooks: TierHooks, folder: Path, *, unit: int, seed: int = 0)
                 num_steps=child.orders.num_steps,
             )
             what = f"law 14: process {i}, " + ("not killed" if kill is None else str(kill))
-            found = _Found(hooks, folder, what)
-            state = found.checked(
-                state, list(itertools.islice(steps, progress.num_steps)), progress
-            )
+            done = list(itertools.islice(steps, progress.num_steps))
+            look = functools.partial(_look, hooks, folder, what, state, done, progress)
+            state = run_limited(look, limit_s=4 * hooks.timeout_s, what=what)
+
+
+def _look(
+    hooks: TierHooks, folder: Path, what: str, start: State, steps: list[Step], progress: Progress
+) -> State:
+    return _Found(hooks, folder, what).checked(start, steps, progress)
 
 
 def _children(

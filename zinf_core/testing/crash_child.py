@@ -7,7 +7,9 @@ not come, or a report cannot be written.
 
 from __future__ import annotations
 
+import random
 import sys
+from collections import deque
 from pathlib import Path
 
 from zinf_core.completion import Completion
@@ -19,30 +21,47 @@ from zinf_core.tier import Tier
 
 
 class _Worker:
-    """Carries the workload out. Writes of different keys are in flight together."""
+    """Carries the workload out. Writes of different keys are in flight together, and so are
+    flushes: the work goes on for up to three steps before one is waited for."""
 
     def __init__(self, hooks: TierHooks, tier: Tier, orders: Orders) -> None:
         self._hooks = hooks
         self._tier = tier
         self._orders = orders
         self._pending: dict[TensorKey, Completion] = {}
+        self._flushes: deque[tuple[Completion, int]] = deque()
+        self._random = random.Random(orders.seed)
 
     def run(self) -> None:
         tier, orders = self._tier, self._orders
         sizes = {key: tier.stat(key).nbytes for key in list(tier.keys())}
         unit = max(tier.capabilities.offset_align, tier.capabilities.length_align)
         for step in workload(orders.seed, sizes, unit=unit, num_steps=orders.num_steps):
+            self._end_step()
             orders.report(Report.STEP)
             if step.kind is StepKind.FLUSH:
                 self._flush()
             else:
                 self._change(step)
+        while self._flushes:
+            self._acknowledge()
 
     def _flush(self) -> None:
         for key in list(self._pending):
             self._settle(key)
         self._orders.report(Report.FLUSH)
-        self._tier.flush().wait(timeout_s=self._hooks.timeout_s)
+        num_steps = self._random.choice((0, 0, 1, 2, 3))
+        self._flushes.append((self._tier.flush(), num_steps))
+
+    def _end_step(self) -> None:
+        """Wait for the flushes that have had their number of steps meanwhile, in their order."""
+        while self._flushes and self._flushes[0][1] == 0:
+            self._acknowledge()
+        self._flushes = deque((flush, max(left - 1, 0)) for flush, left in self._flushes)
+
+    def _acknowledge(self) -> None:
+        flush, _ = self._flushes.popleft()
+        flush.wait(timeout_s=self._hooks.timeout_s)
         self._orders.report(Report.FLUSHED)
 
     def _change(self, step: Step) -> None:

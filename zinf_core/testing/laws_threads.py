@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -34,7 +32,7 @@ def lifetimes_may_overlap(bench: Bench) -> None:
     for i, key in enumerate(_SHARED):
         bench.store(key, data_of(20000, i))
     workers = [_Worker(bench, number) for number in range(_NUM_THREADS)]
-    _in_threads(bench, [worker.run for worker in workers])
+    bench.together([worker.run for worker in workers])
     held = dict.fromkeys(_SHARED, 20000)
     for worker in workers:
         held |= {key: len(data) for key, data in worker.model.items()}
@@ -156,7 +154,7 @@ def one_key_serves_all(bench: Bench) -> None:
             found = bench.read(key)
             hammer.expect(found, first, hammer.begun)
 
-    _in_threads(bench, [write, write, read, read, read, read])
+    bench.together([write, write, read, read, read, read])
     bench.expect(key, hammer.version(_NUM_VERSIONS), "law 13: after the last write")
 
 
@@ -212,7 +210,7 @@ def close_meets_submitters(bench: Bench) -> None:
         closed.set()
 
     submitters = [functools.partial(submit, i) for i in range(_NUM_THREADS)]
-    _in_threads(bench, [*submitters, close, close])
+    bench.together([*submitters, close, close])
     if bench.capabilities.persistent:
         bench.reopen()
         for i in range(_NUM_THREADS):
@@ -241,16 +239,3 @@ def _submit_three(bench: Bench, number: int, nbytes: int) -> bool:
             found = bench.hooks.contents(buffers[i])
             expect_bytes(found, expected, "law 12: read in flight at close")
     return is_open
-
-
-def _in_threads(bench: Bench, calls: list[Callable[[], None]]) -> None:
-    """Run `calls` in a thread each, begun together; raise the first failure."""
-    start = threading.Barrier(len(calls))
-
-    def begin(call: Callable[[], None]) -> None:
-        start.wait(timeout=bench.hooks.timeout_s)
-        call()
-
-    with ThreadPoolExecutor(len(calls)) as threads:
-        for future in [threads.submit(begin, call) for call in calls]:
-            future.result()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from zinf_core.errors import (
     TransferError,
     UnsupportedBufferError,
 )
+from zinf_core.keys import TensorKey
 from zinf_core.testing.bench import POISONS, SIZES, Bench, data_of, expect_bytes, key_of
 from zinf_core.testing.buffers import ForeignBuffer, GuardedBuffer, watch
 from zinf_core.testing.faults import Operation
@@ -79,22 +80,32 @@ def no_reference_is_kept(bench: Bench) -> None:
     """Catches workers, queues and caches that keep the last buffer they saw alive."""
     bench.store(key_of(0), data_of(_SMALL))
     for submit in (bench.tier.read_into, bench.tier.write_from):
-        dead = threading.Event()
-        _transfer_and_forget(bench, submit, dead)
-        # a worker may hold its arguments for an instant after it has announced completion
-        freed = dead.wait(timeout=min(bench.hooks.timeout_s, 5.0))
-        if not freed:
-            gc.collect()  # a cycle that is garbage is not kept
-            freed = dead.is_set()
-        assert freed, f"law 6: {submit.__name__} keeps a reference to its buffer after completion"
+        expect_no_reference(bench, submit, key_of(0), _SMALL)
+
+
+def expect_no_reference(
+    bench: Bench, submit: Callable[..., Completion], key: TensorKey, nbytes: int
+) -> None:
+    """Transfer all of a key of `nbytes`. Raises AssertionError if the buffer lives on."""
+    dead = threading.Event()
+    _transfer_and_forget(bench, functools.partial(submit, key), nbytes, dead)
+    # a worker may hold its arguments for an instant after it has announced completion
+    freed = dead.wait(timeout=min(bench.hooks.timeout_s, 5.0))
+    if not freed:
+        gc.collect()  # a cycle that is garbage is not kept
+        freed = dead.is_set()
+    assert freed, (
+        f"law 6: {getattr(submit, '__name__', submit)} keeps a reference to its buffer of "
+        f"{nbytes} bytes after completion"
+    )
 
 
 def _transfer_and_forget(
-    bench: Bench, submit: Callable[..., Completion], dead: threading.Event
+    bench: Bench, submit: Callable[[Buffer], Completion], nbytes: int, dead: threading.Event
 ) -> None:
-    buffer = bench.buffer(data_of(_SMALL, 1))
+    buffer = bench.buffer(data_of(nbytes, 1))
     watch(buffer, dead.set)
-    bench.wait(submit(key_of(0), buffer))
+    bench.wait(submit(buffer))
 
 
 @over_sizes
@@ -199,10 +210,8 @@ def bad_buffers_raise(bench: Bench) -> None:
 def threads_do_not_disturb(bench: Bench) -> None:
     """Catches state shared between submitters without a lock."""
     num_threads, num_rounds = 8, 4
-    start = threading.Barrier(num_threads)
 
     def work(thread: int) -> None:
-        start.wait(timeout=bench.hooks.timeout_s)
         for i in range(num_rounds):
             for nbytes in SIZES[1:9]:
                 key = key_of(1000 * thread + nbytes)
@@ -211,27 +220,12 @@ def threads_do_not_disturb(bench: Bench) -> None:
                 bench.write(key, data_of(nbytes, 10 * thread + i))
                 bench.expect(key, data_of(nbytes, 10 * thread + i), f"law 13: thread {thread}")
 
-    with ThreadPoolExecutor(num_threads) as threads:
-        for future in [threads.submit(work, i) for i in range(num_threads)]:
-            future.result()
+    bench.together([functools.partial(work, i) for i in range(num_threads)])
     assert bench.tier.usage().num_keys == num_threads * 8, "law 13: keys were lost"
     for thread in range(num_threads):
         for nbytes in SIZES[1:9]:
             expected = data_of(nbytes, 10 * thread + num_rounds - 1)
             bench.expect(key_of(1000 * thread + nbytes), expected, "law 13: afterwards")
-
-
-def another_thread_may_wait(bench: Bench) -> None:
-    """Catches completions tied to the thread that submitted them."""
-    bench.store(key_of(0), data_of(_LARGE))
-    with ThreadPoolExecutor(4) as threads:
-        for _ in range(4):
-            dst = bench.blank(_LARGE)
-            completion = threads.submit(bench.tier.read_into, key_of(0), dst).result()
-            waits = [threads.submit(bench.wait, completion) for _ in range(3)]
-            for future in waits:
-                future.result()
-            expect_bytes(bench.hooks.contents(dst), data_of(_LARGE), "law 13: wait elsewhere")
 
 
 def _need(arranged: bool) -> None:

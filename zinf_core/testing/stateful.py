@@ -18,13 +18,14 @@ from zinf_core.errors import KeyAbsentError, KeyExistsError, RangeError, TierFul
 from zinf_core.keys import TensorKey
 from zinf_core.testing.bench import data_of, key_of
 from zinf_core.testing.buffers import BufferHooks, fill_host, host_buffer, host_contents
+from zinf_core.testing.flushes import Flushes
+from zinf_core.testing.limits import run_limited
 from zinf_core.testing.model import Patch, StoredModel
 from zinf_core.testing.traffic import Pending, Traffic
 from zinf_core.tier import Tier
 
 _MAX_PENDING: Final = 12
-_UNKNOWN: Final = -1
-"""Version of a key that was flushed with a write in flight."""
+_MAX_FLUSHES: Final = 3
 _SIZES: Final = (0, 1, 7, 100, 511, 512, 513, 4095, 4096, 4097, 8192, 12000)
 
 _keys = st.integers(0, 4).map(key_of)
@@ -77,9 +78,9 @@ class TierMachine(RuleBasedStateMachine):
         self._folder = tempfile.TemporaryDirectory(prefix="zinf-machine-")
         self._tier: Tier | None = None
         self._model: dict[TensorKey, StoredModel] = {}
-        self._flushed: dict[TensorKey, tuple[StoredModel, int]] = {}
         own = type(self)
         self._traffic = Traffic(own.buffers, timeout_s=own.timeout_s)
+        self._flushes = Flushes(timeout_s=own.timeout_s)
 
     @property
     def tier(self) -> Tier:
@@ -193,11 +194,21 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         """Flush; what was waited for before is durable then."""
-        self.tier.flush().wait(timeout_s=self.timeout_s)
-        self._flushed = {
-            key: (stored, _UNKNOWN if stored.in_flight else stored.version)
-            for key, stored in self._model.items()
-        }
+        self.submit_flush()
+        self._flushes.settle(-1)
+
+    @rule()
+    def submit_flush(self) -> None:
+        """Submit a flush; others may be in flight, and work goes on before it is waited for."""
+        if len(self._flushes.pending) >= _MAX_FLUSHES:
+            self._flushes.settle(0)
+        self._flushes.submit(self.tier, self._model)
+
+    @precondition(lambda self: self._flushes.pending)
+    @rule(which=_indices)
+    def settle_flush(self, which: int) -> None:
+        """Wait for any flush in flight."""
+        self._flushes.settle(which)
 
     @rule(flush=st.booleans(), luck=st.integers(0, 3))
     def reopen(self, flush: bool, luck: int) -> None:
@@ -211,11 +222,12 @@ class TierMachine(RuleBasedStateMachine):
         if flush:
             self._traffic.settle_all()
             self.flush()
-        self.tier.close()
+        run_limited(self.tier.close, limit_s=2 * self.timeout_s, what="close()")
         self._traffic.settle_closed()
+        flushed = self._flushes.settle_closed()
         self._open()
         if persistent:
-            self._adopt()
+            self._adopt(flushed)
         else:
             self._model.clear()
 
@@ -240,6 +252,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def _expect_all(self) -> None:
         self._traffic.settle_all()
+        self._flushes.settle_all()
         while self._model:
             self.expect_stored(0)
             self.discard(0)
@@ -248,7 +261,7 @@ class TierMachine(RuleBasedStateMachine):
     def _close(self) -> None:
         try:
             if self._tier is not None:
-                self._tier.close()
+                run_limited(self._tier.close, limit_s=2 * self.timeout_s, what="close()")
         finally:
             self._folder.cleanup()
 
@@ -280,16 +293,14 @@ class TierMachine(RuleBasedStateMachine):
         offset = unit * (first % (nbytes // unit + 1))
         return range(offset, min(offset + unit * (count or 9), nbytes))
 
-    def _adopt(self) -> None:
+    def _adopt(self, flushed: set[TensorKey]) -> None:
         """Check keys untouched since the last flush; take the others as they are found."""
         found = set(self.tier.keys())
-        before, self._model = self._model, {}
-        for key, (stored, version) in self._flushed.items():
-            if before.get(key) is stored and stored.version == version:
-                assert key in found, f"{key} was flushed and is gone after reopening"
-                self._model[key] = stored
-                self._read_whole(key, stored)
-        assert found <= {*before, *self._flushed}, "reopening brought keys nobody reserved"
+        before, self._model = self._model, self._flushes.untouched(self._model)
+        for key, stored in self._model.items():
+            assert key in found, f"{key} was flushed and is gone after reopening"
+            self._read_whole(key, stored)
+        assert found <= {*before, *flushed}, "reopening brought keys nobody reserved"
         for key in found - set(self._model):
             self._model[key] = StoredModel(self.tier.stat(key).nbytes)
-        self._flushed = {key: (stored, stored.version) for key, stored in self._model.items()}
+        self._flushes.adopt(self._model)

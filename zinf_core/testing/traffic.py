@@ -10,6 +10,7 @@ import pytest
 from zinf_core.errors import TransferCancelledError
 from zinf_core.keys import TensorKey
 from zinf_core.testing.buffers import BufferHooks
+from zinf_core.testing.limits import wait_limited
 from zinf_core.testing.model import Patch, PendingRead, PendingWrite, StoredModel
 from zinf_core.tier import SupportsPrefetch, Tier
 
@@ -77,7 +78,7 @@ class Traffic:
     def settle(self, items: Iterable[Pending]) -> None:
         """Wait for `items`, in their order."""
         for item in list(items):
-            item.completion.wait(timeout_s=self._timeout_s)
+            wait_limited(item.completion, timeout_s=self._timeout_s)
             assert item.completion.done(), "done() is False after wait() returned"
             self._check(item)
             self._forget(item)

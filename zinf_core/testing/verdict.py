@@ -10,6 +10,7 @@ import pytest
 
 from zinf_core.errors import ZinfError
 from zinf_core.testing.bench import Bench
+from zinf_core.testing.limits import run_limited
 from zinf_core.testing.suite import TierSuite
 
 _PREFIX = "test_"
@@ -53,14 +54,14 @@ def _run(
     folder = place / "tier"
     folder.mkdir()
     try:
-        bench = Bench(suite, folder)
+        bench = Bench(suite, folder, limit_s=suite.limit_s)
         if "tmp_path" in check.__annotations__:
             arguments = {**arguments, "tmp_path": place}
         try:
             check(bench, **arguments)
         finally:
             with contextlib.suppress(ZinfError):
-                bench.close()
+                run_limited(bench.close, limit_s=suite.limit_s, what="close()")
     except pytest.skip.Exception:
         return None
     except (Exception, pytest.fail.Exception) as exc:  # noqa: BLE001 - the verdict names it

@@ -24,18 +24,25 @@ _INK: Final = "#222222"
 _FAINT: Final = "#6b6b6b"
 
 
+def require_format(path: Path) -> None:
+    """Raise ConfigError unless the ending of `path` is one that charts can be drawn in, or without
+    matplotlib."""
+    known = sorted(_imported_figure()().canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        endings = ", ".join(f".{name}" for name in known)
+        raise ConfigError(f"the chart cannot be written to {path}: its ending is none of {endings}")
+
+
 def draw(report: Report, path: Path) -> None:
     """Draw `report` to the image file `path`, whose ending names the format (.png, .svg, .pdf).
 
-    Raises ConfigError without matplotlib, without a tier, or if the file cannot be written.
+    Raises ConfigError without matplotlib, without a tier, for another ending, or if the file cannot
+    be written.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
-    except ImportError as exc:
-        raise ConfigError(f"no chart was drawn: {HINT}") from exc
+    require_format(path)
     if not report.tiers:
         raise ConfigError("no tier was measured, so there is no chart to draw")
-    figure = Figure(
+    figure = _imported_figure()(
         figsize=(_WIDTH_INCHES, _ROW_INCHES * len(report.tiers) + 0.7), dpi=_DPI, facecolor="white"
     )
     rows = figure.subfigures(len(report.tiers), 1, squeeze=False)
@@ -46,6 +53,14 @@ def draw(report: Report, path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"the chart cannot be written to {path}: {exc}") from exc
+
+
+def _imported_figure() -> Any:
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+    except ImportError as exc:
+        raise ConfigError(f"no chart was drawn: {HINT}") from exc
+    return Figure
 
 
 def _draw_tier(figure: Any, tier: TierReport) -> None:

@@ -100,8 +100,11 @@ def _measure(args: argparse.Namespace) -> int:
     tasks = _tasks(args, found)
     for path in (args.json, args.chart):
         _require_writable(path)
-    if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
-        _say(f"there will be no chart: {chart.HINT}")
+    if args.chart is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            _say(f"there will be no chart: {chart.HINT}")
+        else:
+            chart.require_format(args.chart)
     if found is None and not args.no_fio:
         _say(NO_FIO)
     machine = _machine()
@@ -158,17 +161,13 @@ def _default_urls() -> list[str]:
 def _written(report: Report, args: argparse.Namespace) -> list[ZinfError]:
     """Write all that was asked for and can be; return why the rest could not."""
     failures: list[ZinfError] = []
-    if sys.stdout.isatty():
-        show_tables(Console(), report)
-    else:
-        sys.stdout.writelines(f"{line}\n" for line in to_lines(report))
-    if not report.tiers:
-        return failures
     steps: list[Callable[[], None]] = []
-    if args.json is not None:
+    if report.tiers and args.json is not None:
         steps.append(lambda: _write_text(args.json, to_json(report)))
-    if args.chart is not None:
+    if report.tiers and args.chart is not None:
         steps.append(lambda: chart.draw(report, args.chart))
+    # After the files: the terminal may be gone.
+    steps.append(lambda: _show(report))
     if not args.no_profile:
         steps += [partial(_keep_profile, report, tier) for tier in report.tiers]
     for step in steps:
@@ -177,6 +176,13 @@ def _written(report: Report, args: argparse.Namespace) -> list[ZinfError]:
         except ZinfError as exc:
             failures.append(exc)
     return failures
+
+
+def _show(report: Report) -> None:
+    if sys.stdout.isatty():
+        show_tables(Console(), report)
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in to_lines(report))
 
 
 def _keep_profile(report: Report, tier: TierReport) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from zinf_core.errors import BudgetError, ConfigError
 from zinf_core.registry import TierUrl, tier_schemes
 from zinf_core.tier import Tier
 from zinf_core.units import format_nbytes
+from zinf_storage.bench.fresh_folder import FreshFolder
+from zinf_storage.folders import remove_empty
 from zinf_storage.machine import read_memory
 
 _FILE_PREFIX = "file://"
@@ -64,23 +65,15 @@ def format_url(url: TierUrl) -> str:
 def scratch_of(url: str) -> Iterator[Scratch]:
     """Return a place to measure `url` in, and delete it on leaving.
 
-    A folder that exists is not touched: a new one inside it is used. What does not exist yet is
-    created by the tier and deleted afterwards, and so are parents that were created with it and
-    are empty; a file that exists (a data base) is used as it is. Raises ConfigError if a folder
-    cannot be written.
+    A folder that exists is not touched: a new one inside it is used. In place of what does not
+    exist yet, something of that name is used in a new folder inside the nearest parent that does.
+    A file that exists (a data base) is used as it is. What killed runs left beside a new folder is
+    deleted. Raises ConfigError if a folder cannot be written.
     """
-    made: list[Path] = []
     paths: list[Path] = []
-    absent: list[Path] = []
-    try:
-        moved = _moved(url, made, paths)
-        absent += map(_first_absent, made)
+    with ExitStack() as stack:
+        moved = _moved(url, stack, paths)
         yield Scratch(url=moved, candidates=tuple(paths))
-    finally:
-        for path in made:
-            _delete(path)
-        for path, top in zip(made, absent, strict=False):
-            _delete_empty_parents(path, top)
 
 
 def existing_folder(path: Path) -> Path:
@@ -128,32 +121,52 @@ def require_capacity(tier: Tier, nbytes: int, *, url: str) -> None:
         )
 
 
-def _moved(url: str, made: list[Path], paths: list[Path]) -> str:
-    """Return `url` with fresh places; add them to `made` and all places to `paths`."""
+def _moved(url: str, stack: ExitStack, paths: list[Path]) -> str:
+    """Return `url` with fresh places, which `stack` deletes; add all places to `paths`."""
     parsed = TierUrl.parse(url)
     if parsed.inner:
-        inner = tuple(_moved(text, made, paths) for text in parsed.inner)
+        inner = tuple(_moved(text, stack, paths) for text in parsed.inner)
         return format_url(replace(parsed, inner=inner))
     if not parsed.path:
         return url
     prefix = _FILE_PREFIX if parsed.path.startswith(_FILE_PREFIX) else ""
     path = Path(parsed.path.removeprefix(prefix))
+    try:
+        fresh = _fresh_place(path, url, stack)
+    except OSError as exc:
+        raise ConfigError(
+            f"{url}: cannot write in {path}: {exc.strerror}; name a folder you may write to"
+        ) from exc
+    paths.append(fresh or path)
+    return format_url(replace(parsed, path=f"{prefix}{fresh}")) if fresh else url
+
+
+def _fresh_place(path: Path, url: str, stack: ExitStack) -> Path | None:
+    """Return a place to use instead of `path`; None to use `path` itself, which may be none: then
+    what comes to be there is deleted. Raises ConfigError, OSError."""
     if path.is_dir():
-        path = _fresh_folder(path, url)
-        made.append(path)
-        url = format_url(replace(parsed, path=f"{prefix}{path.absolute()}"))
-    elif not path.exists():
-        top = _first_absent(path)
-        if top.is_symlink():
-            raise ConfigError(
-                f"{url}: {top} is a link to {top.readlink()}, which does not exist; mount the "
-                "drive, or name another folder"
-            )
-        made.append(path.absolute())
-        if path.is_absolute():
-            _require_writable(existing_folder(path), url)
-    paths.append(path)
-    return url
+        return _fresh_folder(path, stack)
+    if path.exists():
+        return None
+    missing = [path.absolute()]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    if missing[-1].is_symlink():
+        raise ConfigError(
+            f"{url}: {missing[-1]} is a link to {missing[-1].readlink()}, which does not exist; "
+            "mount the drive, or name another folder"
+        )
+    if path.is_absolute():
+        return _fresh_folder(existing_folder(path), stack) / path.name
+    stack.callback(remove_empty, missing)
+    stack.callback(_delete, path.absolute())
+    return None
+
+
+def _fresh_folder(parent: Path, stack: ExitStack) -> Path:
+    fresh = FreshFolder(parent)
+    stack.callback(fresh.remove)
+    return fresh.path
 
 
 def _delete(path: Path) -> None:
@@ -161,33 +174,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     elif path.exists():
         path.unlink()
-
-
-def _delete_empty_parents(path: Path, top: Path) -> None:
-    """Remove folders from above `path` up to `top`, as far as nobody put anything in them."""
-    for parent in path.parents:
-        if not parent.is_relative_to(top):
-            return
-        with suppress(OSError):
-            parent.rmdir()
-
-
-def _fresh_folder(folder: Path, url: str) -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix=".zinf-bench-", dir=folder))
-    except OSError as exc:
-        raise ConfigError(
-            f"{url}: cannot write in {folder}: {exc.strerror}; name a folder you may write to"
-        ) from exc
-
-
-def _require_writable(folder: Path, url: str) -> None:
-    """Raise ConfigError unless a folder can be made in `folder`; permissions do not tell all."""
-    _fresh_folder(folder, url).rmdir()
-
-
-def _first_absent(path: Path) -> Path:
-    path = path.absolute()
-    while not path.parent.exists():
-        path = path.parent
-    return path

@@ -116,8 +116,8 @@ class Committer:
             raise
 
 
-def load_index(first: Tier, *, tier_name: str) -> Index | None:
-    """Return the index of the last commit, None if `first` holds none. Blocks.
+def load_index(first: Tier, *, what: str) -> Index | None:
+    """Return the index of the last commit, None if `first` holds none; `what` names it. Blocks.
 
     Raises CorruptDataError if it is damaged, TransferError.
     """
@@ -126,7 +126,7 @@ def load_index(first: Tier, *, tier_name: str) -> Index | None:
     for number in sorted(filter(None, numbers), reverse=True):
         # A damaged index is passed over only for one before it: then its commit did not finish.
         try:
-            index = _read(first, number, tier_name)
+            index = _read(first, number, what)
         except CorruptDataError as exc:
             damage = damage or exc
         else:
@@ -144,16 +144,16 @@ def remove_indexes(first: Tier, *, keep: int) -> bool:
     return bool(stale)
 
 
-def _read(first: Tier, number: int, tier_name: str) -> Index:
+def _read(first: Tier, number: int, what: str) -> Index:
     key = index_key(number)
-    with explained(f"{tier_name}: reading the index on {first.name}"):
+    with explained(f"{what}: reading the index"):
         buffer = _buffer_of(bytes(first.stat(key).nbytes))
         first.read_into(key, buffer).wait()
-    index = parse(buffer.array.tobytes(), where=f"{tier_name}, inner tier {first.name}")
+    index = parse(buffer.array.tobytes(), where=what)
     if index.number != number:
         raise CorruptDataError(
-            f"{tier_name}, inner tier {first.name}: the index of commit {number} says it is that "
-            f"of {index.number}; restore the inner tiers from a copy"
+            f"{what}: the index of commit {number} says it is that of {index.number}; restore the "
+            "inner tiers from a copy"
         )
     return index
 

@@ -20,6 +20,7 @@ from zinf_storage.chunked.shuffle import WIDTHS
 from zinf_storage.chunked.tier import ChunkedTier
 
 _COMMON: Final = frozenset({"chunk_nbytes", "num_threads"})
+_MAX_SHARE_DIGITS: Final = 18
 _MAX_THREADS: Final = 4
 
 
@@ -93,9 +94,14 @@ def _opened(url: TierUrl, capacities: Sequence[int | None], options: ChunkedOpti
             inner.append(open_tier(inner_url, capacity_nbytes=capacity))
             stack.callback(inner[-1].close)
         # `open` closes them if it fails; closing twice is fine.
-        tier = ChunkedTier.open(inner, options=options)
+        tier = ChunkedTier.open(inner, options=options, labels=[_label(text) for text in url.inner])
         stack.pop_all()
     return tier
+
+
+def _label(inner_url: str) -> str:
+    """Return `inner_url` without its options, for messages."""
+    return inner_url if "[" in inner_url else inner_url.partition("?")[0]
 
 
 def _measured_shares(urls: Sequence[str], capacity_nbytes: int | None) -> tuple[int, ...]:
@@ -128,7 +134,7 @@ def _parse_chunk_nbytes(url: TierUrl) -> int | None:
 
 def _parse_shares(url: TierUrl) -> tuple[int, ...]:
     texts = url.options["shares"].split(",")
-    if not all(text.isdecimal() and int(text) for text in texts):
+    if not all(text.isdecimal() and len(text) <= _MAX_SHARE_DIGITS and int(text) for text in texts):
         raise ConfigError(
             f"{url.scheme}: shares = {url.options['shares']!r} is not a list like 2,1 of numbers"
         )

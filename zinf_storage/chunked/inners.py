@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -47,12 +47,13 @@ class InnerTiers:
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], *, tier_name: str, shares: Sequence[int], mark: str,
-        next_generation: int,
+        self, tiers: Sequence[Tier], *, names: Sequence[str], tier_name: str,
+        shares: Sequence[int], mark: str, next_generation: int,
     ) -> None:  # fmt: skip
-        """Place by `shares`, one for each of `tiers`; no cell has `next_generation` or a later
-        one."""
+        """Place by `shares`, one for each of `tiers`, which messages call `names`; no cell has
+        `next_generation` or a later one."""
         self.tiers = tuple(tiers)
+        self.names = tuple(names)
         self.shares = tuple(shares)
         self.mark = mark
         self._tier_name = tier_name
@@ -92,7 +93,7 @@ class InnerTiers:
             try:
                 self.tiers[inner].reserve(name.inner_key, request.nbytes)
             except TierFullError as exc:
-                refusals.append(f"{exc.strerror or exc}")
+                refusals.append(f"{self.names[inner]}: {exc.strerror or exc}")
                 continue
             with self._lock:
                 self._placed = self._placed.after(inner, request.nbytes)
@@ -173,27 +174,22 @@ class InnerTiers:
     def flush(self) -> None:
         """Make everything durable on every tier, side by side. Blocks.
 
-        Raises the tier's error, or an ExceptionGroup if several fail.
+        Raises TierFullError if none failed for anything but want of room, else TransferError.
         """
-        errors: list[Exception] = []
+        errors: dict[str, TierError] = {}
         completions = []
-        for tier in self.tiers:
+        for name, tier in zip(self.names, self.tiers, strict=True):
             try:
-                completions.append(tier.flush())
+                completions.append((name, tier.flush()))
             except TierError as exc:
-                errors.append(exc)
-        for completion in completions:
+                errors[name] = exc
+        for name, completion in completions:
             try:
                 completion.wait()
             except TierError as exc:
-                errors.append(exc)
+                errors[name] = exc
         if errors:
-            raise errors[0] if len(errors) == 1 else _merged(self._tier_name, errors)
-
-    def describe(self, inner: int) -> str:
-        """Return how messages call an inner tier."""
-        name = self.tiers[inner].name
-        return name if len(self.tiers) == 1 else f"{name} (inner tier {inner + 1})"
+            raise _merged(self._tier_name, errors)
 
     def close(self) -> None:
         """Close every tier, also if one raises."""
@@ -212,12 +208,22 @@ class InnerTiers:
                 stack.callback(remove_tier, tier)
 
 
-def _merged(tier_name: str, errors: Sequence[Exception]) -> TierError:
-    """Return one error of the tree for failures of several tiers."""
-    text = "; ".join(str(error) for error in errors)
-    what = f"{tier_name}: flush failed on {len(errors)} tiers: {text}"
-    merged: TierError = TransferError(errno.EIO, what)
-    if all(isinstance(error, TierFullError) for error in errors):
-        merged = TierFullError(errno.ENOSPC, what)
-    merged.__cause__ = ExceptionGroup("flush", errors)
+def inner_names(labels: Sequence[str]) -> list[str]:
+    """Return how messages call inner tiers that are labelled so: with their numbers, if several."""
+    if len(labels) == 1:
+        return list(labels)
+    return [f"{label} (inner tier {number})" for number, label in enumerate(labels, start=1)]
+
+
+def _merged(tier_name: str, errors: Mapping[str, TierError]) -> TierError:
+    """Return one error of the tree for failures of several tiers, by their names."""
+    numbers = {getattr(error, "errno", None) for error in errors.values()}
+    number = next(iter(numbers)) if len(numbers) == 1 else None
+    text = "; ".join(f"{name}: {error}" for name, error in errors.items())
+    what = f"{tier_name}: flush failed on {text}"
+    is_full = all(isinstance(error, TierFullError) for error in errors.values())
+    merged: TierError = TransferError(number or errno.EIO, what)
+    if is_full:
+        merged = TierFullError(number or errno.ENOSPC, what)
+    merged.__cause__ = ExceptionGroup("flush", list(errors.values()))
     return merged

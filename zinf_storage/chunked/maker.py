@@ -15,7 +15,7 @@ from zinf_storage.chunked.scratch import Scratch
 from zinf_storage.chunked.table import Cell, ChunkTable, Entry
 from zinf_storage.chunked.transfer import ReadTransfer, WriteTransfer
 from zinf_storage.chunked.writing import ChunkWriter
-from zinf_storage.nvme.blocks import ByteRange
+from zinf_storage.transfers.blocks import ByteRange
 from zinf_storage.transfers.completion import TransferCompletion
 from zinf_storage.transfers.transfer import Task
 

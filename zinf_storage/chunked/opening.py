@@ -50,15 +50,17 @@ class OpenedParts:
 
 
 def open_parts(
-    tiers: Sequence[Tier], *, options: ChunkedOptions, tier_name: str, new_mark: Callable[[], str]
-) -> OpenedParts:
-    """Return the parts of a tier over `tiers`. Blocks. Raises as `ChunkedTier.open`."""
+    tiers: Sequence[Tier], *, names: Sequence[str], options: ChunkedOptions, tier_name: str,
+    new_mark: Callable[[], str],
+) -> OpenedParts:  # fmt: skip
+    """Return the parts of a tier over `tiers`, which messages call `names`. Blocks. Raises as
+    `ChunkedTier.open`."""
     if not tiers:
         raise ConfigError(f"{options.scheme} needs at least one inner tier")
     shares = options.shares or (1,) * len(tiers)
     if len(shares) != len(tiers):
         raise ConfigError(f"{tier_name}: {len(shares)} shares for {len(tiers)} inner tiers")
-    found = _found_index(tiers, tier_name)
+    found = _found_index(tiers, names, tier_name)
     index = found or Index(
         number=0,
         mark=new_mark(),
@@ -74,10 +76,11 @@ def open_parts(
         chunk_nbytes=index.chunk_nbytes,
         needs_host=options.is_checked,
     )
-    next_generation = _reclaim(tiers, index, tier_name)
+    next_generation = _reclaim(tiers, names, index, tier_name)
     inners = InnerTiers(
-        tiers, tier_name=tier_name, shares=shares, mark=index.mark, next_generation=next_generation
-    )
+        tiers, names=names, tier_name=tier_name, shares=shares, mark=index.mark,
+        next_generation=next_generation,
+    )  # fmt: skip
     codecs = _codecs_for(index, options.codec)
     return _assembled(inners, index, options, codecs=codecs, tier_name=tier_name,
                       capabilities=capabilities)  # fmt: skip
@@ -129,7 +132,7 @@ def _window(max_in_flight: int, num_threads: int) -> int:
     return min(max(2, -(-2 * max_in_flight // num_threads)), _MAX_WINDOW)
 
 
-def _found_index(tiers: Sequence[Tier], tier_name: str) -> Index | None:
+def _found_index(tiers: Sequence[Tier], names: Sequence[str], tier_name: str) -> Index | None:
     """Return the committed index, None if the tiers are new; discard what a probe left.
 
     Raises ConfigError if they hold something but no index, or are in another order.
@@ -138,23 +141,23 @@ def _found_index(tiers: Sequence[Tier], tier_name: str) -> Index | None:
         for tier in tiers:
             if PROBE_KEY in set(tier.keys()):
                 tier.discard(PROBE_KEY)
-    for number, tier in enumerate(tiers[1:], start=2):
+    for name, tier in zip(names[1:], tiers[1:], strict=True):
         if any(index_number(key) is not None for key in set(tier.keys())):
             raise ConfigError(
-                f"{tier_name}: inner tier {number} ({tier.name}) holds the index of a tier, which "
-                "lies on its first one; name the inner tiers in the order they had before"
+                f"{tier_name}: {name} holds the index of a tier, which lies on its first one; name "
+                "the inner tiers in the order they had before"
             )
-    held = [(tier, key) for tier in tiers for key in set(tier.keys())]
+    held = [(name, k) for name, tier in zip(names, tiers, strict=True) for k in set(tier.keys())]
     try:
-        index = load_index(tiers[FIRST], tier_name=tier_name)
+        index = load_index(tiers[FIRST], what=f"{tier_name}: {names[FIRST]}")
     except CorruptDataError:
-        if held != [(tiers[FIRST], index_key(1))]:
+        if held != [(names[FIRST], index_key(1))]:
             raise
         # The first open was cut short while it wrote the index of an empty tier.
         tiers[FIRST].discard(index_key(1))
         return None
     if index is None and held:
-        raise _foreign(tier_name, *held[0])
+        raise _foreign(f"{tier_name}: {held[0][0]}", held[0][1])
     return index
 
 
@@ -174,7 +177,7 @@ def _require_same_settings(
             )
 
 
-def _reclaim(tiers: Sequence[Tier], index: Index, tier_name: str) -> int:
+def _reclaim(tiers: Sequence[Tier], names: Sequence[str], index: Index, tier_name: str) -> int:
     """Give back chunks that `index` does not name; return a generation later than all of them.
 
     Raises CorruptDataError if a chunk that it names is not there, ConfigError for another tier's;
@@ -183,51 +186,52 @@ def _reclaim(tiers: Sequence[Tier], index: Index, tier_name: str) -> int:
     wanted: list[dict[TensorKey, int]] = [{} for _ in tiers]
     for entry in index.entries:
         for number, chunk in enumerate(entry.chunks):
-            name = ChunkName(
+            chunk_name = ChunkName(
                 key=entry.key, index=number, generation=chunk.generation, mark=index.mark
             )
-            wanted[chunk.inner][name.inner_key] = chunk.room_nbytes
-    left_over = [
-        _left_over(tier, tiers[FIRST], names, index=index, tier_name=tier_name)
-        for tier, names in zip(tiers, wanted, strict=True)
-    ]
+            wanted[chunk.inner][chunk_name.inner_key] = chunk.room_nbytes
+    left_over = []
+    for name, tier, keys in zip(names, tiers, wanted, strict=True):
+        surplus = _surplus(tier, keys, index=index, what=f"{tier_name}: {name}")
+        left_over.append(surplus)
     with explained(f"{tier_name}: giving back what a killed process left"):
-        for tier, names in zip(tiers, left_over, strict=True):
-            for name in names:
-                tier.discard(name.inner_key)
+        for tier, chunk_names in zip(tiers, left_over, strict=True):
+            for chunk_name in chunk_names:
+                tier.discard(chunk_name.inner_key)
         if index.number and remove_indexes(tiers[FIRST], keep=index.number):
             tiers[FIRST].flush().wait()
-    generations = [name.generation + 1 for names in left_over for name in names]
+    generations = [chunk_name.generation + 1 for found in left_over for chunk_name in found]
     return max([index.next_generation, *generations])
 
 
-def _left_over(
-    tier: Tier, first: Tier, wanted: Mapping[TensorKey, int], *, index: Index, tier_name: str
+def _surplus(
+    tier: Tier, wanted: Mapping[TensorKey, int], *, index: Index, what: str
 ) -> list[ChunkName]:
-    """Return the chunks of ours on `tier` that are not `wanted`, after checking all that are."""
+    """Return the chunks of ours on `tier` that are not `wanted`, after checking all that are;
+    `what` names it. The index, which only the first tier can hold by now, is passed over."""
     found = set(tier.keys())
     for key, nbytes in wanted.items():
         if key not in found or tier.stat(key).nbytes != nbytes:
             raise CorruptDataError(
-                f"{tier_name}: chunk {key} of {nbytes} bytes is not on {tier.name}; the index of "
-                f"commit {index.number} names it. Name the inner tiers it was written with, in "
-                "their order, or restore them from a copy"
+                f"{what} holds no chunk {key} of {nbytes} bytes, which the index of commit "
+                f"{index.number} names; name the inner tiers it was written with, in their order, "
+                "or restore them from a copy"
             )
-    left_over = []
+    surplus = []
     for key in found - set(wanted):
-        if tier is first and index_number(key) is not None:
+        if index_number(key) is not None:
             continue
         name = ChunkName.parse(key)
         if name is None or name.mark != index.mark:
-            raise _foreign(tier_name, tier, key)
-        left_over.append(name)
-    return left_over
+            raise _foreign(what, key)
+        surplus.append(name)
+    return surplus
 
 
-def _foreign(tier_name: str, tier: Tier, key: TensorKey) -> ConfigError:
+def _foreign(what: str, key: TensorKey) -> ConfigError:
     return ConfigError(
-        f"{tier_name}: {tier.name} holds {key}, which this tier did not write; open what wrote it, "
-        "or use an empty inner tier"
+        f"{what} holds {key}, which this tier did not write; open what wrote it, or use an empty "
+        "inner tier"
     )
 
 

@@ -9,6 +9,7 @@ from zinf_core.errors import ConfigError
 from zinf_core.units import PAGE_NBYTES, GiB, MiB
 from zinf_storage.chunked.codecs import Codec
 from zinf_storage.chunked.shuffle import WIDTHS
+from zinf_storage.transfers.workers import require_threads
 
 DEFAULT_CHUNK_NBYTES: Final = MiB
 _MAX_CHUNK_NBYTES: Final = GiB
@@ -48,8 +49,7 @@ class ChunkedOptions:
             raise ConfigError(f"{self.scheme}: shares = {self.shares} must be numbers from 1 on")
         if self.shuffle is not None and self.shuffle not in WIDTHS:
             raise ConfigError(f"{self.scheme}: shuffle = {self.shuffle} is not one of {WIDTHS}")
-        if self.num_threads < 1:
-            raise ConfigError(f"{self.scheme}: num_threads = {self.num_threads} must be at least 1")
+        require_threads(self.scheme, self.num_threads)
 
     @property
     def is_checked(self) -> bool:

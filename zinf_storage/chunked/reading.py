@@ -16,7 +16,7 @@ from zinf_storage.chunked.meter import CodecMeter
 from zinf_storage.chunked.scratch import Bench
 from zinf_storage.chunked.table import Chunk
 from zinf_storage.chunked.transfer import ReadTransfer, Step, buffer_of
-from zinf_storage.nvme.blocks import Block
+from zinf_storage.transfers.blocks import Block
 
 
 class ChunkReader:
@@ -71,7 +71,7 @@ class ChunkReader:
 
     def describe(self, what: str, block: Block, chunk: Chunk) -> str:
         """Return how messages call a transfer of `block` with the tier that `chunk` lies on."""
-        where = self._inners.describe(chunk.cell.inner)
+        where = self._inners.names[chunk.cell.inner]
         return f"{what}, bytes {block.start} to {block.end} on {where}"
 
     def _start_coded(

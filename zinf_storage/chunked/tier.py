@@ -7,7 +7,6 @@ together, and gives back what no index refers to. See the notes on versions and 
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,11 +18,13 @@ from zinf_core.completion import Completion
 from zinf_core.errors import TierClosedError
 from zinf_core.keys import Extent, TensorKey
 from zinf_core.tier import Prefetch, Tier, validate_reserve, validate_transfer
+from zinf_storage.chunked.inners import inner_names
 from zinf_storage.chunked.meter import CodecCounters
 from zinf_storage.chunked.names import MARK_LENGTH
 from zinf_storage.chunked.opening import OpenedParts, open_parts
 from zinf_storage.chunked.options import ChunkedOptions
 from zinf_storage.chunked.table import Entry
+from zinf_storage.owner_lock import OwnerLock
 from zinf_storage.transfers.ending import Ending
 
 
@@ -55,7 +56,7 @@ class ChunkedTier:
         """Take over opened parts; use `open`."""
         self._parts = parts
         self._name = parts.tier_name
-        self._pid = os.getpid()
+        self._lock = OwnerLock(parts.scheduler.lock, what=self._name)
         self._is_open = True
         """False from the first `close` on: nothing new is taken, what was submitted goes on."""
         self._ending = Ending()
@@ -63,9 +64,11 @@ class ChunkedTier:
     @classmethod
     def open(
         cls, inner: Sequence[Tier], *, options: ChunkedOptions | None = None,
-        name: str | None = None, new_mark: Callable[[], str] = _new_mark,
+        name: str | None = None, labels: Sequence[str] | None = None,
+        new_mark: Callable[[], str] = _new_mark,
     ) -> ChunkedTier:  # fmt: skip
-        """Open over `inner`, which are closed with this tier, also if opening fails. Blocks.
+        """Open over `inner`, which are closed with this tier, also if opening fails; messages call
+        each of them by its label, or its name. Blocks.
 
         If all of them are persistent, the keys of the last flush are there again. `new_mark`
         draws eight hexadecimal digits that no other tier has. Raises ConfigError if they cannot be
@@ -77,7 +80,10 @@ class ChunkedTier:
             for tier in reversed(inner):
                 stack.callback(tier.close)
             name = name or f"{options.scheme}({','.join(tier.name for tier in inner)})"
-            parts = open_parts(inner, options=options, tier_name=name, new_mark=new_mark)
+            names = inner_names(labels or [tier.name for tier in inner])
+            parts = open_parts(
+                inner, names=names, options=options, tier_name=name, new_mark=new_mark
+            )
             stack.pop_all()
         return cls(parts)
 
@@ -110,14 +116,14 @@ class ChunkedTier:
     @property
     def ratio(self) -> float:
         """Plain bytes per stored byte of everything written that is stored now; 1 if nothing is."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             plain, stored = self._parts.table.written_nbytes()
         return plain / stored if stored else 1.0
 
     def usage(self) -> TierUsage:
         """Return what is stored now; allocated bytes and capacity are the inner tiers' sums."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             num_keys, nbytes = len(self._parts.table), self._parts.table.nbytes
         inner = self._parts.inners.usage()
@@ -134,7 +140,7 @@ class ChunkedTier:
         Raises KeyExistsError, RangeError, TierFullError, TransferError.
         """
         parts = self._parts
-        with parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             validate_reserve(self._name, key, nbytes)
             parts.table.begin_reserve(key)
@@ -143,7 +149,7 @@ class ChunkedTier:
         try:
             cells = parts.inners.reserve_key(key, nbytes, chunk_nbytes=parts.table.chunk_nbytes)
         finally:
-            with parts.scheduler.lock:
+            with self._lock:
                 parts.table.end_reserve(key, nbytes, cells)
             self._leave()
         return Extent(nbytes=nbytes, allocated_nbytes=nbytes)
@@ -151,20 +157,20 @@ class ChunkedTier:
     def stat(self, key: TensorKey) -> Extent:
         """Return the size of `key` and what its chunks take on the inner tiers, before their
         padding. Raises KeyAbsentError."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             entry = self._entry(key)
             allocated = sum(chunk.cell.nbytes for chunk in entry.version.chunks)
             return Extent(nbytes=entry.nbytes, allocated_nbytes=allocated)
 
     def keys(self) -> Iterator[TensorKey]:
         """Iterate over a snapshot of the reserved keys."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             return iter([entry.key for entry in self._parts.table])
 
     def read_into(self, key: TensorKey, dst: Buffer, *, offset: int = 0) -> Completion:
         """Submit a read; it sees the bytes of the last write that ended before. See `Tier`."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             entry = self._valid_entry(key, dst, offset)
             return self._parts.scheduler.submit_read(entry, dst, offset)
 
@@ -173,7 +179,7 @@ class ChunkedTier:
 
         See `SupportsPrefetch`. Waiting for it promotes it.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             entry = self._valid_entry(key, dst, offset)
             return self._parts.scheduler.submit_prefetch(entry, dst, offset)
 
@@ -183,7 +189,7 @@ class ChunkedTier:
         Only the chunks it touches are written anew; one of which it covers a part is read and
         merged first.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             entry = self._valid_entry(key, src, offset)
             return self._parts.scheduler.submit_write(entry, src, offset)
 
@@ -191,7 +197,7 @@ class ChunkedTier:
         """Forget `key`. Its room is given back when no transfer and no commit needs it any more;
         may block on that."""
         parts = self._parts
-        with parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             parts.table.discard(key)
             parts.scheduler.enter()
@@ -202,13 +208,13 @@ class ChunkedTier:
 
         If an inner tier is not persistent, neither is this one, and there is nothing to commit.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             return self._parts.scheduler.submit_commit()
 
     def reclaim(self) -> int:
         """Delete what killed processes left on the inner tiers; return its bytes. Blocks."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
         return self._parts.inners.reclaim()
 
@@ -224,9 +230,9 @@ class ChunkedTier:
         self._end(self._parts.inners.remove)
 
     def _end(self, end_inners: Callable[[], None]) -> None:
-        if os.getpid() != self._pid:
+        if not self._lock.is_ours:
             return
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._is_open = False
         self._ending.run(partial(self._end_with, end_inners))
 
@@ -243,16 +249,16 @@ class ChunkedTier:
     def _leave(self) -> None:
         """Give unused cells back, and let what waited for the room begin. May block."""
         parts = self._parts
-        with parts.scheduler.lock:
+        with self._lock:
             give_back = parts.machinery.giving_back()
         give_back()
-        with parts.scheduler.lock:
+        with self._lock:
             parts.scheduler.leave()
 
     def _empty(self) -> None:
         """Leave nothing behind on inner tiers that outlast this one."""
         parts = self._parts
-        with parts.scheduler.lock:
+        with self._lock:
             cells = [chunk.cell for entry in parts.table for chunk in entry.version.chunks]
         parts.inners.discard(
             cell for cell in cells if parts.inners.tiers[cell.inner].capabilities.persistent
@@ -261,11 +267,6 @@ class ChunkedTier:
     def _require_open(self) -> None:
         if not self._is_open:
             raise TierClosedError(f"{self._name}: the tier was closed")
-        if os.getpid() != self._pid:
-            raise TierClosedError(
-                f"{self._name}: process {self._pid} opened it and forked; transfers must be made "
-                "there"
-            )
 
     def _entry(self, key: TensorKey) -> Entry:
         self._require_open()

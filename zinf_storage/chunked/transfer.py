@@ -10,7 +10,7 @@ from zinf_core.buffers import Buffer
 from zinf_core.completion import Completion
 from zinf_core.errors import InternalError
 from zinf_storage.chunked.table import Cell, Chunk, Entry, KeyVersion
-from zinf_storage.nvme.blocks import ByteRange
+from zinf_storage.transfers.blocks import ByteRange
 from zinf_storage.transfers.completion import TransferCompletion
 from zinf_storage.transfers.transfer import Task
 

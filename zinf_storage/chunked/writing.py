@@ -21,7 +21,7 @@ from zinf_storage.chunked.scratch import Bench
 from zinf_storage.chunked.shuffle import best_width
 from zinf_storage.chunked.table import Cell, Chunk
 from zinf_storage.chunked.transfer import Step, WriteTransfer, buffer_of
-from zinf_storage.nvme.blocks import Block
+from zinf_storage.transfers.blocks import Block
 
 _LEAST_SAVING = 32
 """A chunk is stored coded if that saves a 32nd of it; less is not worth decoding."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from zinf_core.runtime.manifest import Manifest, parse, publish, serialize, stage
 from zinf_storage.nvme.folder import Folder
+from zinf_storage.nvme.manifest_room import ManifestRoom
 from zinf_storage.nvme.pages import Page, Snapshot, entry_of
 from zinf_storage.nvme.posix import io_error
 from zinf_storage.nvme.segments import SegmentStore
@@ -21,11 +22,13 @@ class Committer:
     """
 
     def __init__(
-        self, folder: Folder, segments: SegmentStore, *, tier_name: str, calls: SystemCalls
-    ) -> None:
+        self, folder: Folder, segments: SegmentStore, room: ManifestRoom, *, tier_name: str,
+        calls: SystemCalls,
+    ) -> None:  # fmt: skip
         """Start without a commit; see `adopt`."""
         self._folder = folder
         self._segments = segments
+        self._room = room
         self._tier_name = tier_name
         self._calls = calls
         self._generation = 0
@@ -69,9 +72,10 @@ class Committer:
         data = serialize(manifest)
         path = self._folder.manifest_path
         try:
-            staged = stage(path, data, calls=self._calls)
-            self._in_doubt = {segment.number for segment in manifest.segments}
-            publish(staged, path, calls=self._calls)
+            with self._room.in_use():
+                staged = stage(path, data, calls=self._calls)
+                self._in_doubt = {segment.number for segment in manifest.segments}
+                publish(staged, path, calls=self._calls)
         except OSError as exc:
             what = f"{self._tier_name}: commit of {len(captured)} keys"
             raise io_error(exc, what, path, needed=len(data), calls=self._calls) from exc

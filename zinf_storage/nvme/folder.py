@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import errno
-import fcntl
 import os
 import re
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from zinf_core.errors import TierLockedError, TransferError
+from zinf_storage.file_lock import lock_file, unlock_file
+from zinf_storage.folders import folder_path, make_folder, remove_empty
 from zinf_storage.nvme.syscalls import SystemCalls
 
 MANIFEST_NAME: Final = "manifest.zinf"
@@ -59,10 +60,11 @@ def segment_number(name: str) -> int | None:
 class Folder:
     """One folder, locked for this tier from `open` to `unlock`. Touches its own file names only."""
 
-    def __init__(self, path: Path, *, created: bool, lock_fd: int) -> None:
+    def __init__(self, path: Path, *, made: tuple[Path, ...], lock_fd: int) -> None:
         """Take over the descriptor of the locked lock file; see `open`."""
         self.path = path
-        self._created = created
+        self._made = made
+        """Folders that `open` made, deepest first."""
         self._lock_fd: int | None = lock_fd
 
     @classmethod
@@ -70,21 +72,23 @@ class Folder:
         """Create `folder` if it is missing (mode 0700) and lock it.
 
         Raises TierLockedError if a tier, here or in another process, holds it; TransferError if
-        it cannot be created or written.
+        it cannot be created or written, ConfigError for text that no path can be.
         """
-        path = Path(folder).resolve()
+        made: tuple[Path, ...] = ()
+        path = Path(folder)
         try:
-            created = _create(path)
-            lock_fd = _lock(path, calls)
+            path = folder_path(folder)
+            made = make_folder(path)
+            return cls(path, made=made, lock_fd=_lock(path, calls))
         except TierLockedError:
             raise
         except OSError as exc:
+            remove_empty(made)
             raise TransferError(
                 exc.errno or errno.EIO,
                 f"cannot use {path} as a storage folder: {exc.strerror}; name a folder on a "
                 "mounted drive that this user may write",
             ) from exc
-        return cls(path, created=created, lock_fd=lock_fd)
 
     @property
     def manifest_path(self) -> Path:
@@ -106,12 +110,21 @@ class Folder:
         return {number: entry.lstat().st_size for number, entry in found if number is not None}
 
     def unlock(self) -> None:
-        """Give the folder free; a second call does nothing."""
+        """Give the folder free, without the file for the next manifest, and remove it if `open`
+        made it and nothing was kept in it; a second call does nothing."""
         fd, self._lock_fd = self._lock_fd, None
-        if fd is not None:
-            # Closing alone would leave the lock with a forked child that inherited it.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+        if fd is None:
+            return
+        try:
+            self.staged_path.unlink(missing_ok=True)
+            if self._made and [entry.name for entry in self.path.iterdir()] == [LOCK_NAME]:
+                self.lock_path.unlink()
+                remove_empty(self._made)
+        except OSError:
+            # Something stays, on a drive that has other troubles.
+            return
+        finally:
+            unlock_file(fd)
 
     def remove_files(self, calls: SystemCalls) -> None:
         """Delete our files, and the folder if we created it and nothing else is in it.
@@ -129,8 +142,7 @@ class Folder:
             self.lock_path.unlink(missing_ok=True)
         finally:
             os.close(fd)
-        if self._created and not any(self.path.iterdir()):
-            self.path.rmdir()
+        remove_empty(self._made)
 
     @property
     def staged_path(self) -> Path:
@@ -138,47 +150,25 @@ class Folder:
         return self.path / (MANIFEST_NAME + ".tmp")
 
 
-def _create(path: Path) -> bool:
-    try:
-        path.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        if not path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "a file of that name is in the way") from None
-        return False
-    return True
-
-
 def _lock(folder: Path, calls: SystemCalls) -> int:
     path = folder / LOCK_NAME
     for _ in range(_MAX_LOCK_ATTEMPTS):
         fd = calls.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _flock(fd, folder)
-            if _is_same_file(fd, path):
+            if lock_file(fd, path):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
+        except BlockingIOError as exc:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise TierLockedError(
+                errno.EAGAIN,
+                f"{folder} is in use by process {holder}; close that tier or use another folder",
+            ) from exc
         except BaseException:
             os.close(fd)
             raise
         # `remove` of another tier deleted the file between our open and our lock.
         os.close(fd)
     raise OSError(errno.EAGAIN, f"{path} keeps being replaced")
-
-
-def _flock(fd: int, folder: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as exc:
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        raise TierLockedError(
-            errno.EAGAIN,
-            f"{folder} is in use by process {holder}; close that tier or use another folder",
-        ) from exc
-
-
-def _is_same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 
 from zinf_core.buffers import Buffer
-from zinf_storage.nvme.blocks import ByteRange
 from zinf_storage.nvme.commit import Captured, Committer
 from zinf_storage.nvme.mover import BlockMover
 from zinf_storage.nvme.options import NvmeOptions
 from zinf_storage.nvme.pages import Page, PageTable
 from zinf_storage.nvme.transfer import ReadTransfer, WriteTransfer
+from zinf_storage.transfers.blocks import ByteRange
 from zinf_storage.transfers.completion import TransferCompletion
 
 

@@ -10,7 +10,6 @@ from zinf_core.device import Device
 from zinf_core.errors import CorruptDataError, InternalError
 from zinf_core.units import PAGE_NBYTES, align_up
 from zinf_storage.checksum import digest_of
-from zinf_storage.nvme.blocks import Block
 from zinf_storage.nvme.memory import (
     BOUNCE_NBYTES,
     BouncePages,
@@ -22,6 +21,7 @@ from zinf_storage.nvme.memory import (
 from zinf_storage.nvme.pages import UNCHECKED, Version, checksum_of
 from zinf_storage.nvme.segments import SegmentStore
 from zinf_storage.nvme.transfer import ReadTransfer, WriteTransfer
+from zinf_storage.transfers.blocks import Block
 
 
 class BlockMover:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zinf_core.errors import ConfigError
 from zinf_core.units import PAGE_NBYTES, GiB, MiB
+from zinf_storage.transfers.workers import require_threads
 
 
 class DirectIo(enum.Enum):
@@ -61,7 +62,6 @@ class NvmeOptions:
                 "NvmeOptions: engine = gds transfers past the page cache, direct = never forbids "
                 "that; leave one of the two out"
             )
-        if self.num_threads < 1:
-            raise ConfigError(f"NvmeOptions.num_threads = {self.num_threads} must be at least 1")
+        require_threads("NvmeOptions", self.num_threads)
         if self.capacity_nbytes is not None and self.capacity_nbytes < 0:
             raise ConfigError(f"NvmeOptions.capacity_nbytes = {self.capacity_nbytes} is negative")

@@ -15,13 +15,22 @@ from typing import Final
 
 from zinf_core.errors import CorruptDataError, KeyAbsentError, KeyExistsError, TierFullError
 from zinf_core.keys import Extent, TensorKey
-from zinf_core.runtime.manifest import Manifest, ManifestEntry, Region
+from zinf_core.runtime.manifest import (
+    Manifest,
+    ManifestEntry,
+    Region,
+    max_entry_nbytes,
+    max_manifest_nbytes,
+)
 from zinf_core.units import align_up
+from zinf_storage.nvme.manifest_room import ManifestRoom
 from zinf_storage.nvme.options import NvmeOptions
 from zinf_storage.nvme.segments import SegmentStore
 
 Checksums = tuple[int | None, ...]
 """Per block: its checksum, UNCHECKED, or None if it was never written."""
+_SPARE_SEGMENTS: Final = 16
+"""That may be added until there is room for more in the manifest."""
 UNCHECKED: Final = -1
 """Of a block that was written without passing through the host, which alone computes checksums.
 A manifest says None for it, so that a block it says None for may hold bytes."""
@@ -52,6 +61,8 @@ class Page:
     key: TensorKey
     nbytes: int
     version: Version
+    entry_nbytes: int
+    """Most bytes it takes in a manifest."""
     discarded: bool = False
 
 
@@ -66,14 +77,18 @@ class Snapshot:
 class PageTable:
     """The keys of one tier. Not thread-safe: every call is made under the tier's lock."""
 
-    def __init__(self, segments: SegmentStore, *, tier_name: str, options: NvmeOptions) -> None:
+    def __init__(
+        self, segments: SegmentStore, room: ManifestRoom, *, tier_name: str, options: NvmeOptions
+    ) -> None:
         """Start empty."""
         self._segments = segments
+        self._room = room
         self._tier_name = tier_name
         self._options = options
         self._pages: dict[TensorKey, Page] = {}
         self._sizes: list[int] = []
         """Logical bytes of every key, sorted."""
+        self._entries_nbytes = 0
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -90,18 +105,21 @@ class PageTable:
         return page
 
     def reserve(self, key: TensorKey, nbytes: int) -> Page:
-        """Add `key` with an extent, leaving room to overwrite the largest key there is.
+        """Add `key` with an extent, leaving room to overwrite the largest key there is, and to
+        commit all.
 
         Raises KeyExistsError, TierFullError, TransferError; nothing changed then.
         """
         if key in self._pages:
             raise KeyExistsError(f"{self._tier_name}: {key} is reserved already; discard it first")
         largest = max(nbytes, self._sizes[-1] if self._sizes else 0)
+        block_nbytes = self._options.io_nbytes
         try:
+            self._room.require(self._manifest_nbytes(max_entry_nbytes(key, nbytes, block_nbytes)))
             regions = self._segments.allocate(nbytes, spare_nbytes=largest)
         except TierFullError as exc:
             raise TierFullError(exc.errno, f"no room for {key}: {exc.strerror}") from exc
-        return self._add(key, self._unwritten(nbytes, regions, self._options.io_nbytes))
+        return self._add(key, self._unwritten(nbytes, regions, block_nbytes))
 
     def restore(self, manifest: Manifest) -> list[Snapshot]:
         """Add every key of `manifest`, whose segments are open; return its pinned snapshots.
@@ -117,6 +135,7 @@ class PageTable:
             committed.append(self.snapshot(version))
         if len(self._pages) != len(manifest.entries):
             raise CorruptDataError(f"{self._tier_name}: the manifest names a key twice")
+        self._room.prefer(self._manifest_nbytes())
         return committed
 
     def discard(self, key: TensorKey) -> None:
@@ -125,6 +144,7 @@ class PageTable:
         del self._pages[key]
         del self._sizes[bisect_left(self._sizes, page.nbytes)]
         self.nbytes -= page.nbytes
+        self._entries_nbytes -= page.entry_nbytes
         page.discarded = True
         self.unpin(page.version)
 
@@ -157,11 +177,19 @@ class PageTable:
         return Snapshot(version=version, checksums=version.checksums)
 
     def _add(self, key: TensorKey, version: Version) -> Page:
-        page = Page(key=key, nbytes=version.nbytes, version=version)
+        block_nbytes = min(version.block_nbytes, self._options.io_nbytes)
+        entry_nbytes = max_entry_nbytes(key, version.nbytes, block_nbytes)
+        page = Page(key=key, nbytes=version.nbytes, version=version, entry_nbytes=entry_nbytes)
         self._pages[key] = page
+        self._entries_nbytes += entry_nbytes
         insort(self._sizes, page.nbytes)
         self.nbytes += page.nbytes
         return page
+
+    def _manifest_nbytes(self, more_nbytes: int = 0) -> int:
+        """Return the most bytes that a manifest of the keys, and `more_nbytes`, can have."""
+        num_segments = len(self._segments.numbers()) + _SPARE_SEGMENTS
+        return max_manifest_nbytes(self._entries_nbytes + more_nbytes, num_segments)
 
     def _unwritten(self, nbytes: int, regions: tuple[Region, ...], block_nbytes: int) -> Version:
         num_blocks = -(-nbytes // block_nbytes)

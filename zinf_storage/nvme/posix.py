@@ -54,6 +54,19 @@ def require_free(path: Path, nbytes: int, *, calls: SystemCalls) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def preallocate(fd: int, nbytes: int, calls: SystemCalls) -> bool:
+    """Give an open file its size and its blocks; return False where the file system gives only
+    the size. Raises OSError."""
+    try:
+        calls.fallocate(fd, 0, nbytes)
+    except OSError as exc:
+        if exc.errno not in _NOT_SUPPORTED:
+            raise
+        calls.ftruncate(fd, nbytes)
+        return False
+    return True
+
+
 def supports_direct(probe: Path, calls: SystemCalls, page: memoryview) -> bool:
     """Return whether the file system of the existing file `probe` does direct I/O by pages.
 
@@ -105,7 +118,7 @@ class SegmentFile:
         fd = _opened(path, os.O_CREAT | os.O_EXCL, access)
         moves: DirectFile | None = None
         try:
-            preallocated = _preallocate(fd, nbytes, access.calls)
+            preallocated = preallocate(fd, nbytes, access.calls)
             moves = access.engine.open(path) if access.engine else None
         except BaseException:
             os.close(fd)
@@ -258,14 +271,3 @@ def _free_nbytes(folder: Path, calls: SystemCalls) -> int | None:
         return None
     # Some network file systems report no blocks at all.
     return int(stats.f_bavail * stats.f_frsize) if stats.f_blocks else None
-
-
-def _preallocate(fd: int, nbytes: int, calls: SystemCalls) -> bool:
-    try:
-        calls.fallocate(fd, 0, nbytes)
-    except OSError as exc:
-        if exc.errno not in _NOT_SUPPORTED:
-            raise
-        calls.ftruncate(fd, nbytes)
-        return False
-    return True

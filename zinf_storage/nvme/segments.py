@@ -9,11 +9,11 @@ from typing import Final
 from zinf_core.errors import CorruptDataError, TierError, TierFullError
 from zinf_core.runtime.manifest import ManifestSegment, Region, sync_folder
 from zinf_core.units import PAGE_NBYTES, align_up, format_nbytes
-from zinf_storage.nvme.blocks import pieces
 from zinf_storage.nvme.extents import FreeExtents
 from zinf_storage.nvme.folder import Folder, segment_name
 from zinf_storage.nvme.memory import Span
 from zinf_storage.nvme.options import NvmeOptions
+from zinf_storage.nvme.pieces import pieces
 from zinf_storage.nvme.posix import FileAccess, SegmentFile, io_error, require_free
 
 _MAX_SEGMENT_NBYTES: Final = 1 << 62

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,12 +26,14 @@ from zinf_storage.nvme.commit import Committer
 from zinf_storage.nvme.engine import FileEngine, choose_engine
 from zinf_storage.nvme.folder import Folder, FolderKind, FolderState
 from zinf_storage.nvme.maker import NvmeMaker
+from zinf_storage.nvme.manifest_room import ManifestRoom
 from zinf_storage.nvme.mover import BlockMover
 from zinf_storage.nvme.options import DirectIo, NvmeOptions
 from zinf_storage.nvme.pages import Page, PageTable, extent_of
 from zinf_storage.nvme.posix import FileAccess, io_error, supports_direct
 from zinf_storage.nvme.segments import SegmentStore
 from zinf_storage.nvme.syscalls import SystemCalls
+from zinf_storage.owner_lock import OwnerLock
 from zinf_storage.transfers.ending import Ending
 from zinf_storage.transfers.scheduler import TransferScheduler
 
@@ -54,6 +55,9 @@ class _Parts:
 class NvmeTier:
     """Stores keys in segment files of one folder, which it locks until `close`.
 
+    While it is open it keeps room for the next manifest (8 KiB and more, as there are more keys),
+    so that a flush succeeds on a drive that is full.
+
     Thread-safe; a tier belongs to the process that opened it, a forked child cannot use it. It has
     `options.num_threads` threads that move blocks and two more, from `open` to `close`. Reads go
     before prefetch and writes, which share the rest; see [Note: lanes]. Besides the files it takes
@@ -73,7 +77,8 @@ class NvmeTier:
         self._parts = parts
         self._options = options
         self._calls = calls
-        self._pid = os.getpid()
+        what = f"{name} at {parts.folder.path}"
+        self._lock = OwnerLock(parts.scheduler.lock, what=what)
         self._is_open = True
         """False from the first `close` on: nothing new is taken, what was submitted goes on."""
         self._ending = Ending()
@@ -238,7 +243,7 @@ class NvmeTier:
 
         What was not flushed is gone: segments that no manifest names are deleted.
         """
-        if os.getpid() != self._pid:
+        if not self._lock.is_ours:
             return
         with self._lock:
             self._is_open = False
@@ -254,10 +259,13 @@ class NvmeTier:
             parts.folder.unlock()
 
     def remove(self) -> None:
-        """Close, then delete the tier's files, and its folder if `open` created it. Blocks.
+        """Close, then delete the tier's files, and the folders that `open` made. Blocks.
 
-        Raises TierLockedError if another tier opened the folder meanwhile, TransferError.
+        Raises TierLockedError if another tier opened the folder meanwhile, TransferError. A forked
+        child deletes nothing.
         """
+        if not self._lock.is_ours:
+            return
         self.close()
         folder = self._parts.folder
         try:
@@ -267,16 +275,6 @@ class NvmeTier:
         except OSError as exc:
             what = f"{self._name}: removing the tier"
             raise io_error(exc, what, folder.path, needed=0, calls=self._calls) from exc
-
-    @property
-    def _lock(self) -> threading.Lock:
-        # A forked child is refused here: nobody there would release a lock that was held.
-        if os.getpid() != self._pid:
-            raise TierClosedError(
-                f"{self._name} at {self._parts.folder.path}: process {self._pid} opened it and "
-                "forked; transfers must be made there"
-            )
-        return self._parts.scheduler.lock
 
     def _require_open(self) -> None:
         if not self._is_open:
@@ -306,8 +304,9 @@ def _opened_parts(
     direct = options.direct is DirectIo.AUTO and _probe_direct(folder, name, calls)
     access = FileAccess(direct=direct, calls=calls, engine=engine)
     segments = SegmentStore(folder, tier_name=name, options=options, access=access)
-    committer = Committer(folder, segments, tier_name=name, calls=calls)
-    table = PageTable(segments, tier_name=name, options=options)
+    room = ManifestRoom(folder, tier_name=name, calls=calls)
+    committer = Committer(folder, segments, room, tier_name=name, calls=calls)
+    table = PageTable(segments, room, tier_name=name, options=options)
     manifest = committer.load()
     found = _described(folder, manifest)
     _require_budget(folder, name, manifest, options)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from zinf_core.errors import InternalError
-from zinf_storage.nvme.blocks import ByteRange
 from zinf_storage.nvme.memory import TransferMemory
 from zinf_storage.nvme.pages import Checksums, Page, PageTable, Version
+from zinf_storage.transfers.blocks import ByteRange
 from zinf_storage.transfers.completion import TransferCompletion
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from zinf_core.errors import ConfigError, TransferError
 from zinf_core.units import KiB
+from zinf_storage.folders import folder_path, make_folder, remove_empty
 from zinf_storage.object_store.failures import failure_of, is_no_bucket
 from zinf_storage.object_store.names import is_ours
 from zinf_storage.object_store.options import Connection
@@ -36,9 +37,10 @@ class Bucket:
     """
 
     def __init__(
-        self, client: ModuleType, store: Any, *, url: str, kind: str, folder: Path | None = None
-    ) -> None:
-        """Take over an obstore store; use `open_bucket`."""
+        self, client: ModuleType, store: Any, *, url: str, kind: str, folder: Path | None = None,
+        made: tuple[Path, ...] = (),
+    ) -> None:  # fmt: skip
+        """Take over an obstore store, and the folders `made` for it; use `open_bucket`."""
         self._client = client
         self._store = store
         self.url = url
@@ -46,6 +48,7 @@ class Bucket:
         self.kind = kind
         """``s3``, ``gcs``, ``azure``, ``local`` or ``memory``."""
         self._folder = folder
+        self._made = made
 
     @property
     def is_persistent(self) -> bool:
@@ -124,11 +127,15 @@ class Bucket:
                 # Of several, some were deleted and the first missing one was reported.
                 self._delete_one_by_one(batch, doing)
 
-    def forget_folder(self, folder: str) -> None:
-        """Remove what a local file system keeps of a folder without objects. Services keep none."""
-        if self._folder is not None:
+    def tidy(self, folders: Iterable[str]) -> None:
+        """Remove what a local file system keeps of `folders` without objects, and of the folders
+        that `open_bucket` made. Services keep none."""
+        if self._folder is None:
+            return
+        for folder in folders:
             with contextlib.suppress(OSError):  # somebody's files are in it, or it never was
                 (self._folder / folder).rmdir()
+        remove_empty(self._made)
 
     def make_durable(self, names: Iterable[str], *, doing: str) -> None:
         """See that the objects survive a power cut. Services did so before they answered."""
@@ -216,12 +223,15 @@ def _opened_folder(client: ModuleType, address: str, connection: Connection) -> 
     folder = Path(address.removeprefix("file://"))
     if not folder.is_absolute():
         raise ConfigError(f"object://{address}: write file:///absolute/folder, three slashes")
+    made: tuple[Path, ...] = ()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder_path(folder)
+        made = make_folder(folder)
         store = client.store.LocalStore(folder)
     except (OSError, client.exceptions.BaseError) as exc:
+        remove_empty(made)
         raise failure_of(exc, doing="open", url=address) from exc
-    return Bucket(client, store, url=f"file://{folder}", kind="local", folder=folder)
+    return Bucket(client, store, url=f"file://{folder}", kind="local", folder=folder, made=made)
 
 
 def _opened_memory(client: ModuleType, address: str, connection: Connection) -> Bucket:

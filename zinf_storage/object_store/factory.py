@@ -33,13 +33,11 @@ def open_object(url: TierUrl, *, capacity_nbytes: int | None) -> ObjectTier:
         retries=url.number("retries", reach.retries),
         timeout_s=url.seconds("timeout_s", reach.timeout_s),
     )
-    return ObjectTier.open(
-        open_bucket(url.path, connection),
-        options=ObjectOptions(
-            part_nbytes=url.nbytes("part_nbytes", default.part_nbytes),
-            num_threads=url.number("num_threads", default.num_threads),
-            capacity_nbytes=capacity_nbytes,
-            verify_reads=url.switch("verify_reads", default=default.verify_reads),
-            evict_lease=url.options.get("evict"),
-        ),
+    options = ObjectOptions(
+        part_nbytes=url.nbytes("part_nbytes", default.part_nbytes),
+        num_threads=url.number("num_threads", default.num_threads),
+        capacity_nbytes=capacity_nbytes,
+        verify_reads=url.switch("verify_reads", default=default.verify_reads),
+        evict_lease=url.options.get("evict"),
     )
+    return ObjectTier.open(open_bucket(url.path, connection), options=options)

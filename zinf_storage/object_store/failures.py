@@ -34,6 +34,13 @@ _CREDENTIAL_SOURCES: Final = (
     "latest/meta-data",
     "metadata.google.internal",
 )
+_FOLDER_TROUBLES: Final = frozenset(
+    {
+        errno.EACCES, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
+        errno.EPERM, errno.EROFS,
+    }
+)  # fmt: skip
+_FOLDER_REMEDY: Final = "name a folder on a mounted drive that this user may write"
 _REMEDIES: Final = {
     errno.EACCES: "check the credentials in the environment and what they may do there",
     errno.ENOENT: "create the bucket or correct the URL",
@@ -47,7 +54,7 @@ def failure_of(error: Exception, *, doing: str, url: str) -> TransferError | Tie
     """Return the error to raise for `error`, met while `doing` something with the object at
     `url`: what the service said in one line, its status, and a remedy if there is one."""
     text = str(error)
-    number = _errno_of(text)
+    number = (error.errno if isinstance(error, OSError) else None) or _errno_of(text)
     message = f"{doing} failed: {url}: {_said(text)}"
     if number in {errno.ENOSPC, errno.EDQUOT}:
         return TierFullError(number, f"{message}; free some room there")
@@ -58,6 +65,8 @@ def failure_of(error: Exception, *, doing: str, url: str) -> TransferError | Tie
         )
         return TransferError(errno.EACCES, f"{message}; {remedy}")
     remedy = _REMEDIES.get(number, "")
+    if url.startswith("file://"):
+        remedy = _FOLDER_REMEDY if number in _FOLDER_TROUBLES else ""
     return TransferError(number, f"{message}; {remedy}" if remedy else message)
 
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from zinf_core.errors import ConfigError
 from zinf_core.units import PAGE_NBYTES, GiB, MiB
+from zinf_storage.transfers.workers import require_threads
+
+_MAX_RETRIES: Final = 1000
+_MIN_TIMEOUT_S: Final = 0.001
+_MAX_TIMEOUT_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +36,7 @@ class ObjectOptions:
             raise ConfigError(
                 f"ObjectOptions.part_nbytes = {self.part_nbytes} must be {PAGE_NBYTES} to {GiB}"
             )
-        if self.num_threads < 1:
-            raise ConfigError(f"ObjectOptions.num_threads = {self.num_threads} must be at least 1")
+        require_threads("ObjectOptions", self.num_threads)
         if self.capacity_nbytes is not None and self.capacity_nbytes < 0:
             raise ConfigError(f"ObjectOptions.capacity_nbytes = {self.capacity_nbytes} is negative")
 
@@ -53,7 +58,10 @@ class Connection:
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot work."""
-        if self.retries < 0:
-            raise ConfigError(f"Connection.retries = {self.retries} is negative")
-        if not 0 < self.timeout_s < float("inf"):
-            raise ConfigError(f"Connection.timeout_s = {self.timeout_s} must be above 0 s")
+        if not 0 <= self.retries <= _MAX_RETRIES:
+            raise ConfigError(f"Connection.retries = {self.retries} is not 0 to {_MAX_RETRIES}")
+        if not _MIN_TIMEOUT_S <= self.timeout_s <= _MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"Connection.timeout_s = {self.timeout_s} is not {_MIN_TIMEOUT_S} to "
+                f"{_MAX_TIMEOUT_S} s"
+            )

@@ -10,10 +10,10 @@ obstore; left-over parts are ordinary objects, which `found` counts and `reclaim
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace, TierCapabilities, TierUsage
@@ -30,8 +30,11 @@ from zinf_storage.object_store.options import ObjectOptions
 from zinf_storage.object_store.pages import Page, PageTable, extent_of
 from zinf_storage.object_store.sweep import Sweeper
 from zinf_storage.object_store.transfer import PartMover
+from zinf_storage.owner_lock import OwnerLock
 from zinf_storage.transfers.ending import Ending
 from zinf_storage.transfers.scheduler import TransferScheduler
+
+_FOLDERS: Final = (manifest.FOLDER, pages.FOLDER, lease.FOLDER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,8 @@ class ObjectTier:
         self._name = name
         self._parts = parts
         self._options = options
-        self._pid = os.getpid()
+        what = f"{name} at {parts.bucket.url}"
+        self._lock = OwnerLock(parts.scheduler.lock, what=what)
         self._is_open = True
         """False from the first `close` on: nothing new is taken, what was submitted goes on."""
         self._ending = Ending()
@@ -96,11 +100,15 @@ class ObjectTier:
         store cannot be reached or refuses, or the system refuses a thread.
         """
         options = options or ObjectOptions()
-        held = WriterLease.acquire(bucket, tier_name=name, evict=options.evict_lease)
         try:
-            parts = _opened_parts(bucket, held, name, options)
+            held = WriterLease.acquire(bucket, tier_name=name, evict=options.evict_lease)
+            try:
+                parts = _opened_parts(bucket, held, name, options)
+            except BaseException:
+                held.release()
+                raise
         except BaseException:
-            held.release()
+            bucket.tidy(_FOLDERS)
             raise
         return cls(name, parts, options=options)
 
@@ -127,7 +135,7 @@ class ObjectTier:
 
     def usage(self) -> TierUsage:
         """Return what is stored now. Objects that only wait to be deleted are not counted."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             return TierUsage(
                 num_keys=len(self._parts.table),
@@ -141,19 +149,19 @@ class ObjectTier:
 
         Raises KeyExistsError, RangeError, TierFullError.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             validate_reserve(self._name, key, nbytes)
             return extent_of(self._parts.table.reserve(key, nbytes))
 
     def stat(self, key: TensorKey) -> Extent:
         """Return the size of `key`. Raises KeyAbsentError."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             return extent_of(self._page(key))
 
     def keys(self) -> Iterator[TensorKey]:
         """Iterate over a snapshot of the reserved keys."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             return iter([page.key for page in self._parts.table])
 
@@ -162,7 +170,7 @@ class ObjectTier:
 
         One request for each part touched. Parts read whole are checked against their checksum.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             page = self._valid_page(key, dst, offset)
             return self._parts.scheduler.submit_read(page, dst, offset)
 
@@ -171,7 +179,7 @@ class ObjectTier:
 
         See `SupportsPrefetch`. Waiting for it promotes it.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             page = self._valid_page(key, dst, offset)
             return self._parts.scheduler.submit_prefetch(page, dst, offset)
 
@@ -181,13 +189,13 @@ class ObjectTier:
         Parts covered in full are put from the memory of `src`; of others the old bytes are read
         first. `wait` may raise TierFullError at `capacity_nbytes`.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             page = self._valid_page(key, src, offset)
             return self._parts.scheduler.submit_write(page, src, offset)
 
     def discard(self, key: TensorKey) -> None:
         """Forget `key`. Its objects are deleted when no transfer and no commit needs them."""
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             self._parts.table.discard(key)
 
@@ -197,7 +205,7 @@ class ObjectTier:
         `wait` raises TierLockedError if another process took the prefix over, and TransferError
         also if old objects could not be deleted, although the commit itself succeeded.
         """
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             return self._parts.scheduler.submit_commit()
 
@@ -208,7 +216,7 @@ class ObjectTier:
         """
         parts, doing = self._parts, f"{self._name}: reclaiming"
         listed = parts.bucket.names(pages.FOLDER, doing=doing)
-        with parts.scheduler.lock:
+        with self._lock:
             self._require_open()
             left_over = {name: n for name, n in listed.items() if name not in parts.table.live}
         parts.bucket.delete(left_over, doing=doing)
@@ -220,9 +228,9 @@ class ObjectTier:
         What was not flushed is gone: its objects are deleted. Raises TransferError if they or the
         lease cannot be; the tier is closed then all the same.
         """
-        if os.getpid() != self._pid:
+        if not self._lock.is_ours:
             return
-        with self._parts.scheduler.lock:
+        with self._lock:
             self._is_open = False
         self._ending.run(self._end)
 
@@ -234,34 +242,31 @@ class ObjectTier:
     def remove(self) -> None:
         """Close, then delete every object of the tier, and none of somebody else's. Blocks.
 
-        Raises TransferError.
+        Raises TransferError. A forked child deletes nothing.
         """
+        if not self._lock.is_ours:
+            return
         self.close()
         bucket, doing = self._parts.bucket, f"{self._name}: removing the tier"
-        for folder in (manifest.FOLDER, pages.FOLDER, lease.FOLDER):
+        for folder in _FOLDERS:
             bucket.delete(bucket.names(folder, doing=doing), doing=doing)
-            bucket.forget_folder(folder)
+        bucket.tidy(_FOLDERS)
 
     def _abandon(self) -> None:
         """Delete what no manifest names, and the lease, though one of the two may fail."""
         parts = self._parts
-        with parts.scheduler.lock:
+        with self._lock:
             for key in [page.key for page in parts.table]:
                 parts.table.discard(key)
         try:
             parts.sweeper.sweep()
         finally:
             parts.lease.release()
+            parts.bucket.tidy(_FOLDERS)
 
     def _require_open(self) -> None:
-        url = self._parts.bucket.url
         if not self._is_open:
-            raise TierClosedError(f"{self._name} at {url}: it was closed")
-        if os.getpid() != self._pid:
-            raise TierClosedError(
-                f"{self._name} at {url}: process {self._pid} opened it and forked; transfers must "
-                "be made there"
-            )
+            raise TierClosedError(f"{self._name} at {self._parts.bucket.url}: it was closed")
 
     def _page(self, key: TensorKey) -> Page:
         self._require_open()

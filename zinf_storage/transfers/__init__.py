@@ -8,4 +8,5 @@
         Backlog, lanes   which block is next
         Workers          threads
     TransferMaker        what a tier adds: how its transfers and commits do their work
+    ByteRange, Block     how a transfer is cut into what workers move
 """

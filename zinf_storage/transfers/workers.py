@@ -15,9 +15,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from typing import Final
 
-from zinf_core.errors import TransferError
+from zinf_core.errors import ConfigError, TransferError
 from zinf_storage.transfers.transfer import Task
+
+_MAX_THREADS: Final = 1024
+
+
+def require_threads(what: str, num_threads: int) -> None:
+    """Raise ConfigError unless a tier may have `num_threads`; `what` names its settings."""
+    if not 1 <= num_threads <= _MAX_THREADS:
+        raise ConfigError(f"{what}: num_threads = {num_threads} is not 1 to {_MAX_THREADS}")
 
 
 class Workers:
