@@ -151,7 +151,8 @@ class Attachment:
         while self._dead:
             _, pages = self._owners.pop(id(self._dead.popleft()))
             for page in pages:
-                page.bury()
+                if not page.is_removed:
+                    page.remove()
 
     def _make(self, key: TensorKey, like: torch.Tensor, home: str, label: str) -> TensorPage:
         try:

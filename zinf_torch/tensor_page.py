@@ -257,8 +257,6 @@ class TensorPage:
         with self.pager.lock:
             self._untraced = True
 
-    # -- values --------------------------------------------------------------------------------
-
     def fill(self, value: torch.Tensor) -> None:
         """Give the page the values of `value`, whatever it had before. May block.
 
@@ -323,11 +321,6 @@ class TensorPage:
             self.drop()
             self.pager.remove(self.page)
             self.is_removed = True
-
-    def bury(self) -> None:
-        """Remove the page of a parameter that no longer exists, if that was not done before."""
-        if not self.is_removed:
-            self.remove()
 
 
 def scale_page(page: TensorPage) -> None:

@@ -1,4 +1,4 @@
-"""What every contestant shares: the model, the data, the options, and what a step is measured by."""
+"""What every contestant shares: the model, the data, the options, and how a step is measured."""
 
 from __future__ import annotations
 

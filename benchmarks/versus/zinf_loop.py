@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import cProfile
 
 import torch
 from common import ADAMW, CLIP, Phases, build_model, run
@@ -21,16 +22,16 @@ def main() -> None:
     parser.add_argument("--folder", help="on the drive; without it everything stays in memory")
     parser.add_argument("--profile", help="write a profile of the last steps there")
     args = parser.parse_args()
-    homes = {} if args.folder else dict.fromkeys(
-        ("parameters", "gradients", "optimizer_states"), "device"
+    homes = (
+        {}
+        if args.folder
+        else dict.fromkeys(("parameters", "gradients", "optimizer_states"), "device")
     )
     with zt.Runtime(device=args.device, host=args.host, nvme=args.folder, **homes) as runtime:
         with runtime.deferred_init():
             model = build_model(args.size)
         model = runtime.attach(model)
-        optimizer = runtime.optimizer(
-            torch.optim.AdamW, model.parameters(), fused=True, **ADAMW
-        )
+        optimizer = runtime.optimizer(torch.optim.AdamW, model.parameters(), fused=True, **ADAMW)
 
         def optimize() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -43,8 +44,6 @@ def main() -> None:
             optimize=optimize,
         )
         if args.profile:
-            import cProfile
-
             run(phases, steps=2, micro_batch=args.micro_batch)
             profile = cProfile.Profile()
             profile.runcall(run, phases, steps=args.steps, micro_batch=args.micro_batch)

@@ -134,7 +134,7 @@ class Pager:
             if page.view is None or page.transfer is not None:
                 self._fetcher.fetch(page)
             self._memory.touch(page)
-            self._pin_and_go_on(page)
+            self._prefetcher.pin(page)
             return page.view
 
     def unpin(self, page: Page) -> None:
@@ -225,7 +225,7 @@ class Pager:
                 self._memory.move_to_host(page)
             self._memory.touch(page, overwrites=not read)
             try:
-                self._pin_and_go_on(page)
+                self._prefetcher.pin(page)
             except BaseException:
                 if is_new:
                     self._memory.close(page)
@@ -279,12 +279,3 @@ class Pager:
         except TierFullError:  # pages that are only cached may hold the room
             self.evict_all()
             tier.reserve(key, nbytes)
-
-    def _pin_and_go_on(self, page: Page) -> None:
-        page.pins += 1
-        try:
-            self._prefetcher.go_on()
-        except BaseException:  # a page that had to give way could not be written
-            page.pins -= 1
-            self._memory.idle.offer(page)
-            raise

@@ -41,6 +41,16 @@ class Prefetcher:
         self._expected: OrderedDict[TensorKey, int] = OrderedDict()
         """Steps for which keys were fetched ahead, in the order of the fetches."""
 
+    def pin(self, page: Page) -> None:
+        """Pin `page`, which is used now, and go on with what comes next."""
+        page.pins += 1
+        try:
+            self.go_on()
+        except BaseException:  # a page that had to give way could not be written
+            page.pins -= 1
+            self._memory.idle.offer(page)
+            raise
+
     def go_on(self) -> None:
         """Submit what can be submitted now."""
         self._end_passed_over()
