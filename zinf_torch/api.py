@@ -98,7 +98,8 @@ class Runtime:
         )
         self.compute = Compute.of(compute)
         memory = Memory.of(self.compute, device=device, host=host)
-        return_freed_blocks()
+        pools = (memory.device_pool, memory.host_pool)
+        return_freed_blocks(sum(pool.budget_nbytes for pool in pools))
         scratch = None
         if nvme is not None:
             scratch = ScratchFolder(nvme, capacity=nvme_capacity, device=self.compute.memory)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-from zinf_core.units import KiB
+from zinf_core.units import KiB, MiB
 
 _M_MMAP_THRESHOLD: Final = -3
 """glibc's mallopt: from how many bytes on a block is a mapping of its own."""
-_OWN_MAPPING_NBYTES: Final = 128 * KiB
 
 
-def return_freed_blocks() -> None:
+def return_freed_blocks(budget_nbytes: int) -> None:
     """Have the C library hand large blocks back to the system as soon as they are freed.
 
     For the whole process, from now on. glibc otherwise learns to keep blocks of up to 32 MiB in its
@@ -21,4 +20,13 @@ def return_freed_blocks() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_NBYTES)
+        mallopt(_M_MMAP_THRESHOLD, own_mapping_nbytes(budget_nbytes))
+
+
+def own_mapping_nbytes(budget_nbytes: int) -> int:
+    """Return from how many bytes on a block is handed back, given all memory budgets together.
+
+    Mapping every activation anew costs more time than the heap would keep memory, so blocks that
+    are small beside the budgets stay (docs/decisions/012).
+    """
+    return min(max(budget_nbytes // 512, 128 * KiB), 4 * MiB)

@@ -292,7 +292,7 @@ def test_p71_training_leaves_the_page_cache_alone(tmp_path: Path) -> None:
     with zt.Runtime(device="2MiB", host="8MiB", nvme=tmp_path / "z") as runtime:
         model = runtime.attach(mlp(512, 8))
         optimizer = runtime.optimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
-        train(model, optimizer, 4, square_loss)
+        train(model, optimizer, 6, square_loss)
         moved = runtime.traffic()["nvme"]
         path = runtime.paths()["nvme"]
         cached = cached_nbytes(tmp_path / "z")

@@ -75,7 +75,7 @@ def train(config: TrainConfig, reporter: Reporter, *, json_path: Path | None = N
     if json_path is not None and not json_path.parent.is_dir():
         raise ConfigError(f"--json {json_path}: the folder {json_path.parent} does not exist")
     transformers.logging.set_verbosity_error()
-    return_freed_blocks()
+    return_freed_blocks(0)
     plan = _make_plan(config, reporter)
     record = _Record()
     with _open_runtime(config) as runtime:
