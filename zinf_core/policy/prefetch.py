@@ -16,8 +16,9 @@ _DISAPPOINTMENT = 2
 class Confidence:
     """Which keys of the known iteration can be expected in the running one.
 
-    A key that was forecast and not used is not fetched ahead until it was used as forecast twice;
-    so a branch taken at random costs late fetches rather than useless ones.
+    A key that was forecast and not used is not fetched ahead until it was used as forecast twice
+    for every time it was not; so a branch taken at random costs late fetches rather than useless
+    ones.
     """
 
     __slots__ = ("_scores",)
