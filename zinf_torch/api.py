@@ -21,7 +21,6 @@ from zinf_torch.arguments import check_arguments
 from zinf_torch.attachment import Attachment, refuse_shared_memory
 from zinf_torch.compute import Compute
 from zinf_torch.deferred_init import parameters_on_registration
-from zinf_torch.heap import return_freed_blocks
 from zinf_torch.home_tiers import HomeTiers
 from zinf_torch.homes import HomeRule, Homes
 from zinf_torch.memory import Memory
@@ -98,8 +97,6 @@ class Runtime:
         )
         self.compute = Compute.of(compute)
         memory = Memory.of(self.compute, device=device, host=host)
-        pools = (memory.device_pool, memory.host_pool)
-        return_freed_blocks(sum(pool.budget_nbytes for pool in pools))
         scratch = None
         if nvme is not None:
             scratch = ScratchFolder(nvme, capacity=nvme_capacity, device=self.compute.memory)

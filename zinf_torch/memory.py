@@ -11,6 +11,7 @@ from zinf_core.units import parse_nbytes
 from zinf_storage.device import DeviceTier
 from zinf_storage.host import HostTier
 from zinf_torch.compute import Compute
+from zinf_torch.heap import return_freed_blocks
 from zinf_torch.set_up import check_machine
 
 
@@ -25,7 +26,8 @@ class Memory:
 
     @classmethod
     def of(cls, compute: Compute, *, device: int | str, host: int | str) -> Memory:
-        """Return the memory of `compute` under the budgets `device` and `host` (bytes or text).
+        """Return the memory of `compute` under the budgets `device` and `host` (bytes or text), and
+        have freed blocks of ordinary memory go back to the system.
 
         Raises ConfigError for text that is no size, BudgetTooSmallError if the machine has less.
         """
@@ -33,9 +35,11 @@ class Memory:
         host_nbytes = parse_nbytes(host, what="host")
         if compute.device.type == "cpu":
             check_machine({"device": device_nbytes, "host": host_nbytes})
+            return_freed_blocks(device_nbytes + host_nbytes)
         else:
             compute.check_room(device_nbytes)
             check_machine({"host": host_nbytes})
+            return_freed_blocks(host_nbytes)
         host_pool = BufferPool(
             "host", budget_nbytes=host_nbytes, allocator=compute.host_allocator()
         )
