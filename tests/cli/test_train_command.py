@@ -197,9 +197,13 @@ def test_ctrl_c(settings: dict[str, dict[str, object]], presses: int, tmp_path: 
     settings["train"]["steps"] = 100_000
     file = tmp_path / "run.toml"
     write_toml(settings, file)
-    command = [sys.executable, "-c", "from zinf_core.cli import main; raise SystemExit(main())"]
+    # a shell that starts its jobs in the background has them ignore Ctrl-C
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from zinf_core.cli import main; raise SystemExit(main())"
+    )
     process = subprocess.Popen(
-        [*command, "train", str(file)],
+        [sys.executable, "-c", program, "train", str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
