@@ -232,7 +232,7 @@ class Runtime:
             return
         self._closed = True
         try:
-            self.pager.settle()
+            self.pager.forget_cached()
         finally:
             self._tiers.close(self.pager)
             for pool in (self.pager.device_pool, self.pager.host_pool):

@@ -179,11 +179,10 @@ class LoanDesk:
 
     def _give_back_held(self, loan: Loan, *, written: bool) -> None:
         page = loan.page
-        if loan.is_new and not written and page.residency is not Residency.ABSENT:
-            self._pager.forget_memory(page)
-        elif written:
+        is_void = loan.is_new and not written and page.residency is not Residency.ABSENT
+        if written:
             self._pager.mark_dirty(page)
-        self._pager.let_go(page)
+        self._pager.let_go(page, is_void=is_void)
 
     def _give_back_copy(self, loan: Loan, lease: Lease, *, written: bool) -> None:
         page = loan.page

@@ -71,6 +71,13 @@ class PageMemory:
             self.idle.withdraw(page, lease.pool)
             lease.release()
 
+    def forget_cached(self) -> None:
+        """Give up every idle page in host memory, written home or not."""
+        for page in list(self.idle.in_memory.values()):
+            if page.lease is not None and page.lease.pool is self._host_pool and not page.pins:
+                self.close(page)
+                page.stored = True
+
     def fetched(self, page: Page, lease: Lease, error: Exception | None) -> None:
         """Finish a read of the page into `lease`."""
         page.transfer = None

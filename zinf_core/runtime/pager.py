@@ -73,8 +73,6 @@ class Pager:
         """The tiers by home name."""
         return self._io.tiers
 
-    # -- pages ---------------------------------------------------------------------------------
-
     def add(self, key: TensorKey, nbytes: int, home: str, client: PageClient) -> Page:
         """Return a new page of `nbytes` (>= 1) at home on tier `home`, with room reserved there.
 
@@ -238,18 +236,15 @@ class Pager:
         with self._lock:
             self._fetcher.wait(page, transfer)
 
-    def let_go(self, page: Page) -> None:
-        """Undo one `hold`. Writes pages home until there is room for what comes next; does not
-        block on that."""
+    def let_go(self, page: Page, *, is_void: bool = False) -> None:
+        """Undo one `hold`; `is_void`: what memory has of the page is nothing. Writes pages home
+        until there is room for what comes next; does not block on that."""
         with self._lock:
+            if is_void:
+                self._memory.close(page)
             page.pins -= 1
             self._memory.idle.offer(page)
             self._memory.trim()
-
-    def forget_memory(self, page: Page) -> None:
-        """Forget what memory holds of the page; what its home holds stays."""
-        with self._lock:
-            self._memory.close(page)
 
     def submit_copy(self, dst: Buffer, src: Buffer, finish: Finish) -> Transfer:
         """Submit a copy between host and device memory."""
@@ -261,6 +256,12 @@ class Pager:
         with self._lock:
             self._io.in_flight.wait(transfer)
 
+    def forget_cached(self) -> None:
+        """Give up what waits in host memory, written home or not, because it ends. Blocks."""
+        with self._lock:
+            self._io.settle_all()
+            self._memory.forget_cached()
+
     def settle_page(self, page: Page) -> None:
         """Block until no transfer of `page` itself is in flight."""
         with self._lock:
@@ -270,8 +271,6 @@ class Pager:
         """Block until nothing is in flight. Raises the first error after finishing them all."""
         with self._lock:
             self._io.settle_all()
-
-    # -- private, with the lock held -----------------------------------------------------------
 
     def _reserve(self, tier: Tier, key: TensorKey, nbytes: int) -> None:
         try:

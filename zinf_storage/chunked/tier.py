@@ -7,6 +7,7 @@ together, and gives back what no index refers to. See the notes on versions and 
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -57,6 +58,8 @@ class ChunkedTier:
         self._parts = parts
         self._name = parts.tier_name
         self._lock = OwnerLock(parts.scheduler.lock, what=self._name)
+        self._reserving = threading.Lock()
+        """Held while inner tiers are asked for room: else two threads get half of the last each."""
         self._is_open = True
         """False from the first `close` on: nothing new is taken, what was submitted goes on."""
         self._ending = Ending()
@@ -147,7 +150,8 @@ class ChunkedTier:
             parts.scheduler.enter()
         cells = None
         try:
-            cells = parts.inners.reserve_key(key, nbytes, chunk_nbytes=parts.table.chunk_nbytes)
+            with self._reserving:
+                cells = parts.inners.reserve_key(key, nbytes, chunk_nbytes=parts.table.chunk_nbytes)
         finally:
             with self._lock:
                 parts.table.end_reserve(key, nbytes, cells)
