@@ -198,10 +198,11 @@ def test_crash_test_catches(suite: type[TierSuite], message: str, tmp_path: Path
 @pytest.fixture
 def stop() -> Iterator[threading.Event]:
     event = threading.Event()
+    before = threading.enumerate()  # others may never end, such as those of a progress bar
     yield event
     event.set()
     for thread in threading.enumerate():
-        if thread is not threading.current_thread():
+        if thread not in before:
             thread.join()
 
 
