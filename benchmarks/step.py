@@ -93,7 +93,8 @@ def zinf_step(runtime: zt.Runtime, model: nn.Module) -> Step:
 
 
 def budgets(model: nn.Module) -> tuple[int, int]:
-    """Return device and host bytes: twice the least."""
+    """Return device and host bytes: twice what the largest module and the largest update in one
+    piece take."""
     homes = Homes.of(
         parameters="nvme",
         gradients="nvme",

@@ -13,6 +13,7 @@ from zinf_core.buffers import Buffer
 from zinf_core.capabilities import MemorySpace, TierCapabilities, TierUsage
 from zinf_core.completion import CompletedTransfer, Completion
 from zinf_core.errors import (
+    NO_ROOM,
     ConfigError,
     CorruptDataError,
     KeyAbsentError,
@@ -25,7 +26,6 @@ from zinf_core.errors import (
 from zinf_core.keys import Extent, TensorKey
 from zinf_core.tier import validate_reserve, validate_transfer
 
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DONE: Final = CompletedTransfer()
 
 
@@ -249,7 +249,7 @@ class BlockingTier:
                     self._is_open = False
             raise
         except OSError as exc:
-            kind = TierFullError if exc.errno in _NO_ROOM else TransferError
+            kind = TierFullError if exc.errno in NO_ROOM else TransferError
             text = f"{self.name}: {what} failed: {exc.strerror or exc}"
             raise kind(exc.errno or errno.EIO, text, exc.filename) from exc
 

@@ -28,6 +28,13 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of the system that mean TierFullError: the device, the quota or the file size limit is
+used up."""
+
 
 class ZinfError(Exception):
     """Root of every error raised by zinf."""

@@ -111,6 +111,7 @@ class SupportsMap(Protocol):
         ...
 
 
+@runtime_checkable
 class Prefetch(Completion, Protocol):
     """Completion of a read that nobody waits for yet."""
 

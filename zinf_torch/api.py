@@ -232,6 +232,7 @@ class Runtime:
             return
         self._closed = True
         try:
+            self.pager.settle()
             self.pager.forget_cached()
         finally:
             self._tiers.close(self.pager)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from zinf_torch.overrides import METADATA, attribute_of
+from zinf_torch.overrides import METADATA, VIEW_ATTRIBUTES, attribute_of
 from zinf_torch.tensor_page import TensorPage
 
 
@@ -28,7 +28,7 @@ class JoinedTensor(torch.Tensor):
         cls, pages: Sequence[TensorPage], shape: torch.Size, stride: tuple[int, ...]
     ) -> JoinedTensor:
         """Return the tensor of `shape` whose elements lie with `stride` in `pages`."""
-        placeholder = torch.empty((), dtype=pages[0].dtype).expand(shape)
+        placeholder = pages[0].placeholder.as_strided(shape, (0,) * len(shape))
         joined: Any = torch.Tensor._make_subclass(cls, placeholder)
         joined.zinf_pages = list(pages)
         joined.zinf_stride = stride
@@ -89,8 +89,10 @@ class JoinedTensor(torch.Tensor):
         """Run `func` with plain tensors in place of every joined one."""
         del types
         attribute = attribute_of(func)
-        is_metadata = attribute is not None and attribute[1] not in {"data", "T", "H", "mT", "mH"}
-        if func in METADATA or is_metadata:
+        if attribute == ("__set__", "data"):
+            return args[0].copy_(args[1])
+        needs_bytes = VIEW_ATTRIBUTES | {"data"}
+        if func in METADATA or (attribute is not None and attribute[1] not in needs_bytes):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         read: dict[JoinedTensor, tuple[torch.Tensor, int]] = {}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -78,8 +79,8 @@ class Measured:
 class Phases:
     """A training step in its three parts."""
 
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor], None]
+    model: Callable[..., Any]
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
     optimize: Callable[[], None]
 
 
@@ -89,14 +90,14 @@ def run(phases: Phases, *, steps: int, micro_batch: int) -> None:
         ids = batch(step, micro_batch)
         Path("/proc/self/clear_refs").write_text("5")
         before, start = disk_nbytes(), time.perf_counter()
-        loss = phases.forward(ids)
+        loss = phases.model(input_ids=ids, labels=ids).loss
         forward = time.perf_counter()
         phases.backward(loss)
         backward = time.perf_counter()
         phases.optimize()
         end, after = time.perf_counter(), disk_nbytes()
         measured = Measured(
-            loss=float(loss),
+            loss=loss.item(),
             forward_s=forward - start,
             backward_s=backward - forward,
             optimizer_s=end - backward,

@@ -36,12 +36,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        phases = Phases(
-            forward=lambda ids: model(input_ids=ids, labels=ids).loss,
-            backward=lambda loss: loss.backward(),
-            optimize=optimize,
-        )
-        run(phases, steps=args.steps, micro_batch=args.micro_batch)
+        run(Phases(model=model, optimize=optimize), steps=args.steps, micro_batch=args.micro_batch)
 
 
 if __name__ == "__main__":

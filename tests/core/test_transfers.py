@@ -22,6 +22,9 @@ class Manual:
         self.timeouts = 0
         self.num_promoted = 0
 
+    def cancel(self) -> bool:
+        return False
+
     def promote(self) -> None:
         self.num_promoted += 1
 

@@ -103,6 +103,8 @@ def test_states_are_seen_whole(trained: Any) -> None:
     assert (found.shape, found.dtype, found.stride()) == (wanted.shape, wanted.dtype, (40, 1))
     assert torch.equal(found, wanted)
     assert torch.equal(found[3] * 2, wanted[3] * 2)
+    assert torch.equal(found.real, wanted.real)
+    assert torch.equal(found.T, wanted.T)
     assert repr(found) == repr(wanted)
     for again in (copy.deepcopy(found), _saved_and_loaded(found)):
         assert type(again) is torch.Tensor
@@ -125,6 +127,7 @@ def test_states_can_be_edited(trained: Any) -> None:
         state = each.state[weight]
         assert state["exp_avg"].mul_(3) is state["exp_avg"]
         state["exp_avg_sq"][2:4] = 0.25
+        state["exp_avg_sq"].data = state["exp_avg_sq"].data.t().contiguous().t() * 2
         state["exp_avg_sq"] = state["exp_avg_sq"] + 1  # a tensor of the user's own
     step(model, optimizer)
     step(other, expected)

@@ -82,7 +82,9 @@ class LoanDesk:
         with pager.lock:
             if read and not page.has_bytes:
                 raise InternalError(f"{page.key} was used before it was given a value")
-            if page.mapped or self._is_on_device(page):
+            if page.mapped or page.lease is not None:  # else what is in flight may be waited for
+                pager.settle_page(page)
+            if page.mapped or (pager.device is not None and page.view is not None):
                 return self._lend_resident(page, read=read)
             if page.lease is None and page.transfer is None:
                 own = pager.home_buffer(page)
@@ -145,15 +147,7 @@ class LoanDesk:
                 self._pager.wait(loan.transfer)
         loan.transfer = None
 
-    def _is_on_device(self, page: Page) -> bool:
-        """Return whether the page is in device memory that the host does not reach."""
-        pager = self._pager
-        if page.transfer is not None and page.lease is not None:
-            pager.settle_page(page)
-        return pager.device is not None and page.view is not None
-
     def _lend_resident(self, page: Page, *, read: bool) -> Loan:
-        self._pager.settle_page(page)
         if page.view is None and not read:
             self._pager.create(page)
         self._pager.pin(page)

@@ -41,9 +41,8 @@ class PageIo:
         """Submit a read of the whole page into `dst` that nobody waits for yet."""
         self.emit(EventKind.READ, page)
         tier = self.tiers[page.home]
-        if isinstance(tier, SupportsPrefetch):
-            return self.in_flight.add(tier.prefetch_into(page.key, dst), finish, is_ahead=True)
-        return self.in_flight.add(tier.read_into(page.key, dst), finish, is_ahead=True)
+        submit = tier.prefetch_into if isinstance(tier, SupportsPrefetch) else tier.read_into
+        return self.in_flight.add(submit(page.key, dst), finish, is_ahead=True)
 
     def read(
         self, page: Page, dst: Buffer, finish: Finish, *, staging: Lease | None = None

@@ -257,9 +257,8 @@ class Pager:
             self._io.in_flight.wait(transfer)
 
     def forget_cached(self) -> None:
-        """Give up what waits in host memory, written home or not, because it ends. Blocks."""
+        """Give up what waits in host memory, written home or not, because it ends."""
         with self._lock:
-            self._io.settle_all()
             self._memory.forget_cached()
 
     def settle_page(self, page: Page) -> None:

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from zinf_core.completion import Completion
 from zinf_core.errors import ZinfError
+from zinf_core.tier import Prefetch
 
 Finish = Callable[[Exception | None], None]
 """Called once, with the error of the transfer or None; must not raise."""
-
-
-@runtime_checkable
-class SupportsPromote(Protocol):
-    """A completion whose transfer can be made to go first."""
-
-    def promote(self) -> None:
-        """Go first from now on. Never blocks."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +50,7 @@ class TransfersInFlight:
         An interrupt (KeyboardInterrupt) leaves it in flight, to be waited for again.
         """
         completion = transfer.completion
-        if transfer.is_ahead and isinstance(completion, SupportsPromote):
+        if transfer.is_ahead and isinstance(completion, Prefetch):
             completion.promote()
         try:
             completion.wait()

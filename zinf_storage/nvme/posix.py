@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from zinf_core.errors import (
+    NO_ROOM,
     CorruptDataError,
     InternalError,
     TierError,
@@ -20,8 +21,6 @@ from zinf_storage.nvme.engine import DirectFile, FileEngine
 from zinf_storage.nvme.memory import DeviceSpan, Span
 from zinf_storage.nvme.syscalls import SystemCalls
 
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors that mean the device, the quota or the file size limit is used up."""
 _NOT_SUPPORTED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _MAX_STALLS: Final = 8
 """Calls in a row that may move nothing before a transfer is given up."""
